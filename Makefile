@@ -91,8 +91,8 @@ dist-pure: setup
 	CC=none $(BIN)/python -m build --outdir dist
 
 lint: setup
-	$(BIN)/ruff check src tests tools examples setup.py
-	$(BIN)/ruff format --check src tests tools examples setup.py
+	$(BIN)/ruff check src tests tools examples experiments setup.py
+	$(BIN)/ruff format --check src tests tools examples experiments setup.py
 	$(BIN)/mypy
 
 demo: setup

@@ -22,7 +22,6 @@ from typing import Any
 
 from prescore.bench.language.tables import Summary, summarise
 from prescore.bench.records import Record, Values, read_records
-from prescore.bench.speed.gpu_model import GPUS, gpu_tables, predict
 from prescore.bench.tables import MISSING, Table, as_text, percent
 from prescore.bench.vision.tables import PUBLISHED, PUBLISHED_COVERAGE
 from prescore.paper.planted.tables import claim_table, recall_settings, recall_table
@@ -897,12 +896,13 @@ def tiles() -> Table:
 @figure
 def predicted_gpus() -> Table:
     """FlashAttention's time over the predicted one, mean of five layers."""
+    model = runpy.run_path(str(HERE / "gpu" / "gpu_model.py"))
     shown = (("A100", 32), ("H100", 32), ("H100", 64), ("B200", 32), ("MI300X", 64))
     rows = []
     for n in (16384, 32768, 131072, 1048576):
         cells = [f"{n:,}"]
         for gpu, n_rows in shown:
-            times = [predict(record.config, record.results, GPUS[gpu], n, n_rows) for record in read("gpu")]
+            times = [model["predict"](r.config, r.results, model["GPUS"][gpu], n, n_rows) for r in read("gpu")]
             exact = sum(own["FlashAttention"] for own in times)
             cells.append(f"{exact / (sum(sum(own.values()) for own in times) - exact):.2f}x")
         rows.append(cells)
@@ -912,7 +912,8 @@ def predicted_gpus() -> Table:
 @figure
 def gpu_model() -> str:
     """All tables of the model of GPUs."""
-    return "\n".join(made.to_markdown() for made in gpu_tables(read("gpu"))).rstrip("\n")
+    tables = runpy.run_path(str(HERE / "gpu" / "gpu_model.py"))["gpu_tables"](read("gpu"))
+    return "\n".join(made.to_markdown() for made in tables).rstrip("\n")
 
 
 ENGINES = {

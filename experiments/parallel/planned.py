@@ -1,6 +1,6 @@
 """Bytes that a rank sends in the forward pass of one layer, from the layout that ranks follow; runs no ranks.
 
-Selected keys are taken to lie evenly on the holders of a block. `make figures` writes the table of docs/parallel.md.
+Selected keys are taken to lie evenly on the holders of a block. `make figures` writes a table of them.
 """
 
 from __future__ import annotations

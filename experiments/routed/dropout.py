@@ -25,16 +25,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, h, options.n, 64, generator=generator, requires_grad=True) for h in (9, 3, 3)]
+    sizes = ((1, heads, options.n, 64) for heads in (9, 3, 3))
+    query, key, value = (torch.randn(size, generator=generator, requires_grad=True) for size in sizes)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.process_time()
-    output = prescore.prescored_attention(*tensors, is_causal=True, dropout_p=options.p)
+    output = prescore.prescored_attention(query, key, value, is_causal=True, dropout_p=options.p)
     middle = time.process_time()
     output.sum().backward()
     end = time.process_time()
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1024
     seconds = f"forward {middle - begin:.2f} s, backward {end - middle:.2f} s"
-    print(f"n {options.n}, p {options.p}: {seconds}, +{peak:.0f} MiB")  # noqa: T201
+    print(f"n {options.n}, p {options.p}: {seconds}, +{peak:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """How candidates for the default move next-token distributions, on the windows that constants are chosen on.
 
     python experiments/routed/frontier.py --model smollm2 --length 8192 --out frontier.jsonl BOOK.txt RECORD.jsonl
-    python experiments/routed/frontier.py --model MODEL.gguf --length 16384 --out frontier.jsonl BOOK.txt RECORD.jsonl
     python experiments/routed/frontier.py --table frontier.jsonl
 
-Texts are of three kinds: a novel, the context of a LongBench record, and Python's own sources. Windows are tuning windows
-(`held_out_windows`), which touch no reported window of `prescore perplexity`. Prints and records, for each candidate, model and text: the
-mean divergence (Kullback and Leibler's, in nats) of its distributions from exact attention's over every eighth
-position of the last quarter; the difference of losses there; seconds of attention; keys read and compared by a query.
-Candidates that are in the file already are left out.
+Texts are of three kinds: a novel, the context of a LongBench record, and Python's own sources. Windows are tuning
+windows (`held_out_windows`), which touch no reported window of `prescore perplexity`. Prints and records, for each
+candidate, model and text: the mean divergence (Kullback and Leibler's, in nats) of its distributions from exact
+attention's over every eighth position of the last quarter; the difference of losses there; seconds of attention;
+keys read and compared by a query. Candidates that are in the file already are left out.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from torch import Tensor
 from prescore import Routed
 from prescore.bench.language.documents import Document
 from prescore.bench.language.held_out import TokenizedText, held_out_windows
+from prescore.bench.language.model import LanguageModel, load_language_model
 from prescore.bench.methods import EXACT, Method
 from prescore.bench.observed import observed
-from prescore.bench.language.model import LanguageModel, load_language_model
 from prescore.routed import native, reference
 
 SEED = 0

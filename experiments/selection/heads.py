@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from torch.nn.functional import normalize
 from prescore import KeyDiff, KMeans, KMedian, Leverage, LewisWeights, Uniform, score
 from prescore.bench.records import RecordFile, Row, Values, measure, row_key
 from prescore.bench.speed.heads import SavedHeads, find_heads
+from prescore.scoring.base import Scorer
 
 N_KEYS, N_QUERIES, SHARE = 12288, 64, 8
 EPS = (0.1, 0.05, 0.02, 0.01, 0.005)
@@ -41,7 +43,7 @@ SKEWED, FACTOR = 16, 100.0
 COMMAND = "heads"
 
 
-def algorithm_1(keys: Tensor, seed: int = 0, **options: object) -> Tensor:
+def algorithm_1(keys: Tensor, seed: int = 0, **options: Any) -> Tensor:
     """k-means scores of `keys [n, d]`, nearest rule."""
     return score(keys[None, None], KMeans(**options), generator=seed)[0, 0]
 
@@ -92,7 +94,7 @@ def clipped(keys: Tensor, seed: int = 0) -> Tensor:
     return algorithm_1(keys * (lengths.median() / lengths.clamp_min(1e-12)).clamp_max(1.0), seed, normalize=False)
 
 
-def by_scorer(scorer: object, keys: Tensor, seed: int = 0) -> Tensor:
+def by_scorer(scorer: str | Scorer, keys: Tensor, seed: int = 0) -> Tensor:
     """The scores of one of the library's scorers."""
     return score(keys[None, None], scorer, generator=seed)[0, 0]
 

@@ -1,4 +1,6 @@
-"""The study `rivals`: a long prompt read and continued, ours beside other engines, each in a process of its own.
+"""A long prompt read and continued, ours beside other engines, each in a process of its own.
+
+    python experiments/speed/rivals.py --model smollm2 -d book.txt -n 8192 --gguf FILE --openvino FOLDER
 
 A process is given its work as JSON on the command line and prints its results as JSON. Nothing of one engine is in
 memory while another is measured.
@@ -22,9 +24,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import typer
+
 from prescore import checks
+from prescore.bench.cli.main import script
+from prescore.bench.cli.options import Model, Run
 from prescore.bench.memory import KEPT, choose_freed_memory, peak_megabytes, reset_peak
-from prescore.bench.records import Row, Values
+from prescore.bench.records import Record, Row, Values
+from prescore.bench.tables import MISSING, Table
 
 LENGTHS, QUICK_LENGTHS = (8192, 16384, 32768), (512,)
 PARTS = ("time", "loss")
@@ -140,7 +148,7 @@ def _tokens(request: Request, n: int) -> Path:
 
 def _in_a_process(job: Values) -> Values:
     environment = {**os.environ, "OMP_NUM_THREADS": str(job.get("threads", 1))}
-    command = [sys.executable, "-m", "prescore.bench.speed.rivals", json.dumps(job)]
+    command = [sys.executable, __file__, "--job", json.dumps(job)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:
         reason = (ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1]
@@ -152,7 +160,7 @@ def _in_a_process(job: Values) -> Values:
 # --- in the process of an engine
 
 
-def main(text: str) -> None:
+def run_job(text: str) -> None:
     """Run a job and print its results."""
     job = json.loads(text)
     if not job["engine"]:
@@ -160,7 +168,7 @@ def main(text: str) -> None:
     else:
         ids = json.loads(Path(job["tokens"]).read_text(encoding="utf-8"))[: job["n"]]
         results = ENGINES[job["engine"]].run(job, ids)
-    print(json.dumps(results))  # noqa: T201
+    print(json.dumps(results))
 
 
 def _write_tokens(job: Values) -> Values:
@@ -346,7 +354,7 @@ def _loss(logits: Any, ids: list[int]) -> float:
 PREFILL_CHUNK = 2048
 """Tokens of the prompt per forward of transformers."""
 INSTALL = {
-    "transformers": "prescore[hf]",
+    "transformers": '".[hf]" in a clone of prescore',
     "openvino_genai": "openvino-genai",
     "llama_cpp": "llama-cpp-python",
 }
@@ -362,5 +370,69 @@ ENGINES = {
     "llama.cpp": Engine(run_llama, package="llama_cpp"),
 }
 
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """A table for each length."""
+    lengths = sorted({record.config["n"] for record in records})
+    return [rivals_table([record for record in records if record.config["n"] == n], n) for n in lengths]
+
+
+def rivals_table(records: Sequence[Record], n: int) -> Table:
+    """Engines on a prompt of `n` tokens: time to the first token, decode speed, memory, loss."""
+    engines: dict[str, Values] = {}
+    for record in records:
+        entry = engines.setdefault(record.config["engine"], {})
+        known = {**entry.get("versions", {}), **record.results.get("versions", {})}
+        entry |= {**record.results, "versions": known}
+    shown = {
+        "first token": ("seconds_to_first_token", "{:.1f} s"),
+        "tokens/s": ("tokens_per_second", "{:.1f}"),
+        "peak memory": ("peak_megabytes", "{:.0f} MB"),
+        "loss": ("loss", "{:.4f}"),
+    }
+    rows = [
+        (name, *(form.format(entry[field]) if field in entry else MISSING for field, form in shown.values()))
+        for name, entry in engines.items()
+    ]
+    versions = {package: version for entry in engines.values() for package, version in entry["versions"].items()}
+    named = ", ".join(f"{package} {version}" for package, version in versions.items())
+    timed = [record.config for record in records if "threads" in record.config]
+    words = [f"{timed[0]['new_tokens']} new tokens, {timed[0]['threads']} threads"] if timed else []
+    note = "; ".join([*words, "loss over the second half of the prompt", named])
+    title = f"{records[0].config['model']}, {n} tokens"
+    return Table(title, ("engine", *shown), tuple(rows), note)
+
+
+def command(
+    options: Run,
+    document: Path = typer.Option(..., "--document", "-d", exists=True, dir_okay=False, help="The text read."),
+    length: list[int] | None = typer.Option(
+        None, "--length", "-n", help="Tokens; repeatable.  [default: 8192, 16384, 32768]"
+    ),
+    method: list[str] | None = typer.Option(
+        None, help="An engine, such as 'prescore int8'; repeatable.  [default: all]"
+    ),
+    model: Model = "smollm2",
+    openvino: Path | None = typer.Option(
+        None, file_okay=False, exists=True, help="--model, by optimum-cli export openvino --weight-format int8."
+    ),
+    gguf: Path | None = typer.Option(None, exists=True, dir_okay=False, help="--model for llama.cpp."),
+    part: list[str] | None = typer.Option(None, help="time or loss; repeatable.  [default: both]"),
+) -> None:
+    """Read and continue a prompt exactly, by the default, in OpenVINO and in llama.cpp; time, memory and loss."""
+    chosen = sorted(set(length)) if length else QUICK_LENGTHS if options.quick else LENGTHS
+    request = Request(
+        model, document, chosen, method, openvino, gguf, part, options.threads or torch.get_num_threads()
+    )
+    rows, skipped = plan(request, options.seed)
+    session = options.open("speed")
+    for sentence in skipped:
+        session.say(sentence)
+    session.show(*(table.to_rich() for table in tables(session.run(rows))))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1:2] == ["--job"]:
+        run_job(sys.argv[2])
+    else:
+        sys.exit(script(command))

@@ -17,8 +17,6 @@ from prescore.bench.speed.heads import find_heads, heads_at_lengths, save_heads
 from prescore.bench.speed.studies import METHODS, Run, make_method, measure_methods, plan_rows
 from prescore.bench.speed.tables import curve, exponent, kinds, length_plot, tables
 from prescore.errors import Unsupported
-from prescore.registry import get_scorer, list_scorers
-from prescore.scoring.kmeans import ClusteringScorer
 
 SETTINGS = {"heads": 2, "dim": 16, "dtype": "float32", "repeats": 1, "top_k": 32, "min_seq_len": 64}
 SETTINGS |= {"methods": list(METHODS), "memory": "system"}
@@ -133,42 +131,35 @@ def test_methods_are_the_presets_they_claim_to_be():
     many = {**CONFIG, "n_clusters": 5}
     assert make_method("paper:kmeans", many) == Selected.paper(KMeans(n_clusters=5), 32, min_seq_len=64)
     assert make_method("paper:leverage", many) == make_method("paper:leverage", CONFIG)
-    scored = {scorer.name for scorer in studies.SCORERS.values()}
-    assert {name for name in list_scorers() if issubclass(get_scorer(name), ClusteringScorer)} <= scored
 
 
 def test_a_run_is_every_study_at_its_lengths():
     run = Run({**SETTINGS, "heads": None}, lengths=[1024, 65536], seed=3)
-    by_study, rows = {}, plan_rows(run, studies.DEFAULT_STUDIES)
+    by_study, rows = {}, plan_rows(run, ["steps", "lengths"])
     assert {row.seed for row in rows} == {3}
     for row in rows:
         by_study.setdefault(row.config["study"], []).append(row.config)
-    assert list(by_study) == ["lengths", "top-k", "clusters", "decode", "scoring", "short"]
+    assert list(by_study) == ["lengths", "steps"]
     # fewer heads for all methods where exact attention is slow
     modes = [(c, b, n, h) for c in (False, True) for b in (False, True) for n, h in ((1024, 4), (65536, 2))]
     assert [(c["causal"], c["backward"], c["n"], c["heads"]) for c in by_study["lengths"]] == modes
-    assert {c["n"] for study in ("top-k", "clusters", "scoring") for c in by_study[study]} == {32768}
-    assert [c["n"] for c in by_study["decode"]] == [8192, 65536]
+    assert [c["n"] for c in by_study["steps"]] == [1024, 65536]
+    usual = plan_rows(Run(SETTINGS, causal=[True], backward=[False]), ["lengths", "steps"])
+    assert [row.config["n"] for row in usual] == [*studies.LENGTHS, *studies.STEP_LENGTHS]
     assert [row.config["heads"] for row in plan_rows(Run(SETTINGS, lengths=[65536]), ["lengths"])] == [2] * 4
 
 
 def test_every_study_becomes_a_table(monkeypatch, tmp_path):
-    for name, value in {"SHORT_SECONDS": 0.0, "TOP_K": (16, 64), "CLUSTERS": (2, 3), "DECODE_STEPS": 2}.items():
-        monkeypatch.setattr(studies, name, value)
-    run = Run(SETTINGS, n=[128, 256], lengths=[128, 256], causal=[True], backward=[False])
-    records = [measure("speed", row) for row in plan_rows(run, studies.DEFAULT_STUDIES)]
+    monkeypatch.setattr(studies, "STEPS", 2)
+    run = Run(SETTINGS, lengths=[128, 256], causal=[True], backward=[False])
+    records = [measure("speed", row) for row in plan_rows(run, ["lengths", "steps"])]
     assert kinds(records) == [(True, False)]
     made = {table.title.split(",")[0]: table for table in tables(records)}
-    assert {"Time against top_k", "Time against n_clusters"} <= set(made)
     assert [row[0] for row in made["Attention"].rows] == ["128", "256", "exponent"]
     assert len(made["Shares of the forward time"].rows) == len(METHODS)
-    assert made["One decode step"].rows[0][:2] == ("256", "32")
-    assert [row[1] for row in made["Scoring alone"].rows] == ["exact", *studies.SCORERS]
-    assert made["Scoring alone"].rows[0][3] == "100.00 %"
-    assert [row[2] for row in made["Short inputs"].rows[:3]] == ["exact", "Exact()", "default"]
-    (decoded,) = [record.results for record in records if record.config["study"] == "decode"]
-    assert decoded["reads_per_query"] == 32
-    assert decoded["error"] < timing.TOLERANCE
+    assert [row[:2] for row in made["One decode step of the default"].rows] == [
+        (f"random {n}", "step over all keys") for n in (128, 256)
+    ]
     for field in ("seconds", "speedup"):
         length_plot(records, tmp_path / "plot.png", field)
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -199,10 +190,6 @@ def saved(model, tmp_path_factory):
     return find_heads(folder)
 
 
-DEFAULT = Routed()
-START = max(DEFAULT.sinks + 2 * DEFAULT.chunk_size, DEFAULT.exact_until)
-"""Where the default starts to route."""
-PARTS = ["exact queries", "index", "local and centroids", "search and keys"]
 LAYER = {**SETTINGS, "heads": 4, "top_k": 256, "min_seq_len": 512, "methods": ["default"]}
 
 
@@ -270,7 +257,7 @@ def test_files_that_hold_something_else_are_refused(shapes, said, tmp_path):
 def test_lengths_are_those_that_a_file_has(saved):
     assert heads_at_lengths(saved[:1], None) == [(saved[0], LENGTH)]
     assert heads_at_lengths(saved[:1], [100, 9999]) == [(saved[0], 100)]
-    with pytest.raises(ValueError, match=r"--n must be at most the 2700 positions of layer-00, got \[9999\]"):
+    with pytest.raises(ValueError, match=r"-n must be at most the 2700 positions of layer-00, got \[9999\]"):
         heads_at_lengths(saved, [9999])
     query, key, _ = saved[0].inputs(100, "float64")
     assert (query.shape, key.dtype) == ((1, 4, 100, 16), torch.float64)
@@ -287,29 +274,6 @@ def test_results_hold_the_error_beside_the_time(saved):
     assert 0 < default["keys_compared_per_query"] < LENGTH
     assert default["mismatched_queries"] == paper["mismatched_queries"] == 0.0
     assert paper["keys_compared_per_query"] == 0.0
-
-
-@needs_native
-@pytest.mark.parametrize("heads", [4, 2])
-def test_parts_add_up_to_the_call(heads, saved):
-    """Of saved heads, and of random ones."""
-    results = measured_layer(studies.measure_parts, LENGTH, saved[0] if heads == 4 else None)
-    dim, parts = LAYER["dim"], results["parts"]
-    assert list(parts) == PARTS
-    assert sum(entry["seconds"] for entry in parts.values()) == pytest.approx(results["call_seconds"])
-    assert results["exact_multiply_adds"] == heads * 2 * dim * LENGTH * (LENGTH + 1) / 2
-    assert results["call_multiply_adds"] > 0
-    work = {name: entry["multiply_adds"] / (heads * dim) for name, entry in parts.items()}
-    # counted position by position, from the default's sizes
-    chunk, sinks = DEFAULT.chunk_size, DEFAULT.sinks
-    centroids, routed = chunk // DEFAULT.cluster_size, range(START, LENGTH)
-    assert work["exact queries"] == START * (START + 1)
-    local = sum(sinks + (p - sinks) % chunk + 1 + chunk for p in routed)
-    far = sum(centroids * ((p - sinks) // chunk - 1) for p in routed)
-    assert work["local and centroids"] == pytest.approx(2 * (local + far))
-    assert work["search and keys"] > 0
-    with pytest.raises(ValueError, match=f"n must be more than {START}, where routing starts, got 600"):
-        measured_layer(studies.measure_parts, 600)
 
 
 @pytest.mark.parametrize(
@@ -338,14 +302,12 @@ def test_a_wrong_step_is_refused(saved, monkeypatch):
 
 
 def test_a_run_with_heads(saved):
-    run = Run(LAYER, lengths=[64], saved=saved)
-    configs = [row.config for row in plan_rows(run, ["heads", "parts", "steps"])]
-    wanted = [(study, f"layer-0{layer}", LENGTH) for study in ("heads", "parts", "steps") for layer in (0, 1)]
+    run = Run(LAYER, lengths=[64, 99999], saved=saved)
+    configs = [row.config for row in plan_rows(run, ["heads", "steps"])]
+    wanted = [(study, f"layer-0{layer}", 64) for study in ("heads", "steps") for layer in (0, 1)]
     assert [(c["study"], c["heads"], c["n"]) for c in configs] == wanted
-    random = [row.config for row in plan_rows(Run(LAYER, lengths=[8192]), ["parts", "steps"])]
-    lengths = [("parts", 8192), ("steps", 8192), ("steps", 32768), ("steps", 131072)]
-    assert [(c["study"], c["n"]) for c in random] == lengths
-    assert {(c["query_heads"], c["kv_heads"], c["dim"]) for c in random} == {(14, 2, 16)}
+    (random, *_) = [row.config for row in plan_rows(Run(LAYER), ["steps"])]
+    assert (random["query_heads"], random["kv_heads"], random["dim"]) == (14, 2, 16)
     row = plan_rows(Run(LAYER, saved=saved, backward=[True]), ["heads"])[0]
     (table,) = tables([Record("speed", "key", dict(row.config), 0, row.measure(), 0.0)])
     label = f"layer-00 {LENGTH}, with backward"
@@ -355,24 +317,29 @@ def test_a_run_with_heads(saved):
 
 
 @needs_native
-def test_the_command_saves_and_measures(tmp_path, capsys):
+def test_heads_are_saved_and_measured(tmp_path, capsys):
     model, heads = save_tiny_language_model(tmp_path / "model"), tmp_path / "heads"
-    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 60)
-    save = f"speed --save-heads {heads} --model {model} --text-file {tmp_path / 'book.txt'} --n {LENGTH}"
-    assert main([*save.split(), "--layers", "last:1"]) == 0  # longer than it was trained on
+    text = tmp_path / "book.txt"
+    text.write_text("It was the best of times, it was the worst of times. " * 60)
+    save = f"save-heads --out {heads} --model {model} -d {text} --layers last:1"
+    assert main([*save.split(), "-n", "99999"]) == 2
+    assert "-n must be at most the " in capsys.readouterr().err
+    assert main([*save.split(), "-n", str(LENGTH)]) == 0  # longer than it was trained on
     assert capsys.readouterr().out.splitlines() == [f"{heads}/layer-01.safetensors"]
+    assert main([*save.split(), "-n", "64"]) == 2
+    assert "--out must name a directory without saved heads, got" in capsys.readouterr().err
     small = f"speed --heads {heads} --memory system --repeats 1 --n-heads 1 --dim 16 --method default"
-    both = f"{small} --out {tmp_path}/both --study lengths --study decode --n 64 --causal --no-backward"
+    both = f"{small} --out {tmp_path}/both --study lengths --study heads -n 64 --causal --no-backward"
     assert main(both.split()) == 0
     shown = capsys.readouterr().out
-    for title in ("Attention, causal, forward", "layer-01 64", "Saved heads, causal", "One decode step"):
+    for title in ("Attention, causal, forward", "layer-01 64", "Saved heads, causal"):
         assert title in shown
     assert (tmp_path / "both" / "curves.png").exists()
-    assert main(f"{small} --out {tmp_path}/only --study heads --study parts --study steps".split()) == 0
+    assert main(f"{small} --out {tmp_path}/only".split()) == 0
     shown = capsys.readouterr().out
-    for title in ("Parts of the default", *PARTS, "One decode step of the default", "routed step"):
+    for title in ("Saved heads, causal", "One decode step of the default", "routed step"):
         assert title in shown
     records = read_records(tmp_path / "only" / "records.jsonl")
-    assert [record.config["study"] for record in records] == ["heads", "parts", "steps"]
+    assert [record.config["study"] for record in records] == ["heads", "steps"]
     assert {(record.config["heads"], record.config["n"]) for record in records} == {("layer-01", LENGTH)}
     assert records[0].results["methods"]["default"]["error"] > 0

@@ -1,17 +1,14 @@
-"""`prescore perplexity --parallel` under torchrun, and `prescore speed --study parallel`."""
+"""`prescore perplexity --parallel` under torchrun."""
 
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from prescore.bench.records import RecordFile, Row, measure, read_records, row_key
-from prescore.bench.speed.studies import measure_parallel
-from prescore.bench.speed.tables import tables
+from prescore.bench.records import RecordFile, read_records, row_key
 
 pytest.importorskip("typer", reason="the command line needs the extra eval")
 from prescore.bench.cli.main import main
@@ -60,23 +57,3 @@ def test_without_torchrun(capsys, monkeypatch):
     assert main(["perplexity", "--parallel"]) == 2
     wanted = "prescore: parallel must be started by torchrun --nproc-per-node N -m prescore, got a single process"
     assert wanted in capsys.readouterr().err
-
-
-def test_the_study_of_ranks():
-    config = {
-        "study": "parallel", "n": 256, "ranks": 2, "causal": True, "backward": True, "heads": 2, "dim": 8,
-        "dtype": "float32", "repeats": 1, "top_k": 8, "min_seq_len": 32,
-    }  # fmt: skip
-    record = measure("speed", Row(config, 0, partial(measure_parallel, config, 0)))
-    methods = record.results["methods"]
-    assert {name: method["exchange"] for name, method in methods.items()} == {
-        "all-gather": "all-gather", "selected": "selected", "paper": "selected", "hyper": "ulysses",
-        "default": "ulysses",
-    }  # fmt: skip
-    # keys and values to the other rank, their gradients back, and the note of the handshake
-    assert methods["all-gather"]["bytes"] == 2 * 128 * 2 * 16 * 4 + 2048
-    assert methods["selected"]["of_all_gather"] < 1
-    (table,) = tables([record])
-    assert len(table.rows) == len(methods)
-    assert table.rows[0][:5] == ("causal, forward + backward", "256", "2", "all-gather", "all-gather")
-    assert table.rows[0][6] == "1.000"

@@ -2,9 +2,9 @@
 
     python reads.py HEADS_FOLDER --to reads.png [--position 12000] [--min-weight 0.0009765625] [--chunk-size 256]
 
-HEADS_FOLDER holds `smooth.safetensors` and `retrieval.safetensors`: `query [1, Hq, N, D]`, `key` and `value [1, Hkv, N,
-D]` after RoPE. Of the first file the query head with the median number of far keys read is drawn, of the second the one
-with most. The reads are those of `prescore.routed.reference`.
+HEADS_FOLDER holds `smooth.safetensors` and `retrieval.safetensors`: `query [1, Hq, N, D]`, `key` and `value
+[1, Hkv, N, D]` after RoPE. Of the first file the query head with the median number of far keys read is drawn, of
+the second the one with most. The reads are those of `prescore.routed.reference`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PANELS = (("smooth", "A smooth head"), ("retrieval", "A searching head"))
 def pick_head(
     path: Path, position: int, config: Routed, *, most: bool
 ) -> tuple[int, Reference, torch.Tensor, float]:
-    """A query head, what its query at `position` reads, the exact weights, and the relative error of its output."""
+    """A query head, what its query at `position` reads, the exact weights, and its relative error."""
     tensors = {name: tensor.float()[0] for name, tensor in load_file(path).items()}
     group, heads = len(tensors["query"]) // len(tensors["key"]), []
     for number, query in enumerate(tensors["query"]):
@@ -84,7 +84,7 @@ def main() -> None:
             path, most = options.heads / f"{name}.safetensors", name == "retrieval"
             number, reads, weights, error = pick_head(path, options.position, config, most=most)
             draw(axes, reads, weights, config, f"{title} (file {name}, head {number}): output off by {error:.1%}")
-            print(f"{name}: head {number}, {int(reads.hits.sum())} far keys read, error {error:.4f}")  # noqa: T201
+            print(f"{name}: head {number}, {int(reads.hits.sum())} far keys read, error {error:.4f}")
         panels[-1].set(xlabel=f"position of the key; the query is at {options.position}")
 
 

@@ -91,8 +91,8 @@ the device. Each was compiled and spills nothing (experiments/gpu/compiled.md)."
 
 
 GAINS_FROM: dict[str, int | None] = {"sm_80": None, "sm_90": None, "sm_100": None, "gfx942": 32768}
-"""Keys from which `bench/speed/gpu_model.py` predicts that prompts are faster than exact attention; None = never.
-Up to there `auto` is exact. Predicted on five layers (experiments/gpu), not measured."""
+"""Keys from which `experiments/gpu/gpu_model.py` predicts that prompts are faster than exact attention; None =
+never. Up to there `auto` is exact. Predicted on five layers (experiments/gpu), not measured."""
 
 
 def launch(target: str, dim: int, value_dim: int, dtype: torch.dtype) -> Launch | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prescore.errors import PrescoreError
@@ -21,6 +23,22 @@ DONE, FAULT, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0 done, 1 a fault, 2 bad usage, 130 interrupted."""
+    return run(_build, "prescore", argv)
+
+
+def script(command: Callable[..., None], argv: Sequence[str] | None = None) -> int:
+    """Run a function as a command with options, records and errors as ours: for scripts of studies."""
+    import typer
+
+    from prescore.bench.cli.options import with_groups
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(with_groups(command))
+    return run(lambda: app, Path(inspect.getfile(command)).name, argv)
+
+
+def run(build: Callable[[], typer.Typer], name: str, argv: Sequence[str] | None) -> int:
+    """Run the command line of an application; errors become one sentence and an exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         import typer
@@ -30,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(
             f"""prescore's command line needs {error.name}: pip install ".[eval]" in a clone of prescore"""
         )
-    token = ARGV.set(("prescore", *argv))
+    token = ARGV.set((name, *argv))
     debug = "--debug" in argv
     try:
         words = load_imports([word for word in argv if word != "--debug"])
-        code = _build()(words, prog_name="prescore", standalone_mode=False)
+        code = build()(words, prog_name=name, standalone_mode=False)
         # depending on its version, typer turns an interrupt into this code or into Abort
         if code == INTERRUPTED:
             return _fail("interrupted", INTERRUPTED)

@@ -100,9 +100,7 @@ def heads_at_lengths(saved: Sequence[SavedHeads], lengths: Sequence[int] | None)
     for heads in saved:
         fitting = [heads.length] if lengths is None else [n for n in lengths if n <= heads.length]
         if not fitting:
-            raise ValueError(
-                f"-n must be at most the {heads.length} positions of {heads.name}, got {lengths}"
-            )
+            raise ValueError(f"-n must be at most the {heads.length} positions of {heads.name}, got {lengths}")
         pairs += [(heads, n) for n in fitting]
     return pairs
 

@@ -6,19 +6,28 @@ comes near (int8), the keys of every subcluster that ANY row searches (int8), an
 as dense float16 tiles. So a row pays for what its neighbours need. How much that is comes from the heads
 (`measure_tiles`); the time follows from counted products, vector operations, bytes and launches, and the published
 rates of a GPU (`predict`).
+
+    python experiments/gpu/gpu_model.py --heads HEADS --out experiments/gpu --resume
 """
 
 from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import typer
 from torch import Tensor
 
-from prescore.bench.records import Record, Values
+from prescore.bench.cli.main import script
+from prescore.bench.cli.options import Run
+from prescore.bench.records import Record, Row, Values
+from prescore.bench.speed.heads import SavedHeads, find_heads, heads_at_lengths
 from prescore.bench.tables import Table
 from prescore.config import Routed
 from prescore.routed import reference
@@ -92,7 +101,7 @@ def measure_tiles(config: Values, query: Tensor, key: Tensor, value: Tensor, sca
     for share in BANDS:
         chunk = int((share * n - layout.sinks) // layout.chunk_size) - 1  # the queries of a whole chunk
         if chunk < 2:
-            raise ValueError(f"n must be at least {16 * layout.chunk_size} for --study {STUDY}, got {n}")
+            raise ValueError(f"n must be at least {16 * layout.chunk_size}, got {n}")
         begin = layout.sinks + chunk * layout.chunk_size
         counts = []
         for head in range(key.shape[1]):
@@ -277,3 +286,35 @@ def gpu_tables(records: Sequence[Record]) -> list[Table]:
             Table(f"{name}, predicted ms of a layer", (*head, "FlashAttention", "ratio"), tuple(lines), note, 2)
         )
     return made
+
+
+def count_tiles(config: Values, seed: int, saved: SavedHeads) -> Values:
+    """The counts of a saved layer."""
+    query, key, value = saved.inputs(config["n"])
+    scale = config["dim"] ** -0.5 if saved.scale is None else saved.scale
+    return measure_tiles(config, query, key, value, scale, seed)
+
+
+def command(
+    options: Run,
+    heads: Path = typer.Option(..., file_okay=False, exists=True, help="Attention inputs (prescore save-heads)."),
+    length: list[int] | None = typer.Option(None, "--length", "-n", help="Length; repeatable.  [default: all]"),
+) -> None:
+    """Count what tiles of queries need on saved layers, and predict the time that GPUs would take."""
+    rows = []
+    for saved, n in heads_at_lengths(find_heads(heads), length):
+        config = {
+            "study": STUDY,
+            "n": n,
+            "heads": saved.name,
+            "digest": saved.digest,
+            "tiles": TILES,
+            **saved.sizes,
+        }
+        rows.append(Row(config, options.seed, partial(count_tiles, config, options.seed, saved)))
+    session = options.open("speed")
+    session.show(*(table.to_rich() for table in gpu_tables(session.run(rows))))
+
+
+if __name__ == "__main__":
+    sys.exit(script(command))
