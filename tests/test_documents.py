@@ -140,7 +140,7 @@ def test_every_document_can_be_followed():
         ("`import prescore.attention.exact`", ["prescore.attention.exact"]),
         ("`from prescore.integrations.transformers import PrescoredCache`", []),
         ("`prescore.Selected(method='k', top_k=3)` or `Routed(rows=6)`", ["Selected(method=)", "Routed(rows=)"]),
-        ("`prescore speed --n 64 --inner exact  # --nothing`", ["--inner"]),
+        ("`prescore speed -n 64 --inner exact  # --nothing`", ["--inner"]),
         ("see\n\n    prescore sped\n\nand `prescore\ninfo --jsn`", ["sped", "--jsn"]),
         ("`routed/native/gone.c`, `ops/cpu.py`, `native/build.py`", ["routed/native/gone.c"]),
         ("[a](docs/gone.md), [b](docs/start.md#nowhere)", ["docs/gone.md", "docs/start.md#nowhere"]),

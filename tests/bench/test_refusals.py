@@ -88,7 +88,7 @@ REFUSALS = {
         ("--study heads", "--heads must be a directory of saved heads for --study heads, got none"),
     ],
     "save-heads": [
-        ("-d text.txt -n 8", "8 is not in the range x>=16"),
+        ("-d text.txt -n 8", "'-n': "),
         ("-d missing.txt", "document must be a readable file, got missing.txt"),
         ("--model no/such-model -d tutorial", "no/such-model"),
     ],

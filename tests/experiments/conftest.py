@@ -20,6 +20,7 @@ def load_script(monkeypatch):
         spec = importlib.util.spec_from_file_location(name, EXPERIMENTS / path)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.syspath_prepend((EXPERIMENTS / path).parent)  # processes that a script starts import it again
         spec.loader.exec_module(module)
         return module
 
