@@ -15,6 +15,7 @@ from torch import Tensor
 from prescore import checks
 from prescore.attention import exact_attention
 from prescore.bench.baselines import get_baseline, list_baselines, third_party_baselines
+from prescore.bench.windows import attend_window
 from prescore.config import Config, Exact, Hyper, Lsh, Routed, Selected, config_from_dict
 from prescore.ops.parts import merge
 from prescore.registry import get_scorer, list_scorers
@@ -54,15 +55,21 @@ class Local:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, seed: int) -> Tensor:
         """Attention of one layer."""
+        begins = torch.arange(query.shape[2], dtype=torch.int32, device="cpu")
+        begins -= begins % self.chunk_size
+        start = (begins - self.chunk_size).clamp_min(0) if self.previous_chunk else begins
+        output = attend_window(query, key, value, start, sinks=self.sinks, scale=scale)
+        if output is not None:
+            return output
         outputs = []
         for begin in range(0, query.shape[2], self.chunk_size):
             first = max(0, begin - self.chunk_size) if self.previous_chunk else begin
             local = slice(first, begin + self.chunk_size)
-            own = query[:, :, begin : begin + self.chunk_size]
-            attended = exact_attention(own, key[:, :, local], value[:, :, local], is_causal=True, scale=scale)
+            queries = query[:, :, begin : begin + self.chunk_size]
+            attended = exact_attention(queries, key[:, :, local], value[:, :, local], is_causal=True, scale=scale)
             n_sinks = min(self.sinks, first)
             if n_sinks:
-                sinks = exact_attention(own, key[:, :, :n_sinks], value[:, :, :n_sinks], scale=scale)
+                sinks = exact_attention(queries, key[:, :, :n_sinks], value[:, :, :n_sinks], scale=scale)
                 attended = merge(attended, sinks)
             outputs.append(attended.output)
         return torch.cat(outputs, dim=2)
@@ -111,7 +118,13 @@ class Baseline:
         return {"type": "Baseline", "name": self.name, **self.settings}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, seed: int) -> Tensor:
-        """Attention of one layer."""
+        """Attention of one layer; the sliding window by native code where it can run."""
+        if self.name == "streaming":
+            start = torch.arange(query.shape[2], dtype=torch.int32, device="cpu") - (self.settings["window"] - 1)
+            sinks = self.settings["sinks"]
+            output = attend_window(query, key, value, start.clamp_min(0), sinks=sinks, scale=scale)
+            if output is not None:
+                return output
         run = get_baseline(self.name)
         return run(query, key, value, is_causal=True, scale=scale, generator=seed, **self.settings).output
 

@@ -298,7 +298,7 @@ def _windowed(
     if ranges is not None and not needs_torch and native.can_run(query, value.shape[-1], native.WIDTH):
         with without_autocast(query, key, value) as tensors:
             q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in tensors)
-            return native.attend_ranges(q, k, v, *ranges, q.shape[-1] ** -0.5 if scale is None else scale)
+            return native.attend_ranges(q, k, v, *ranges, q.shape[-1] ** -0.5 if scale is None else scale).output
     outputs = []
     for first in range(0, n_query, _WINDOW_BLOCK):
         last = min(first + _WINDOW_BLOCK, n_query)

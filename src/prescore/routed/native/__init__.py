@@ -449,10 +449,12 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
     return Attended(results["output"], results["lse"]), results["threshold"], results["counts"]
 
 
-def attend_ranges(query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop: Tensor, scale: float) -> Tensor:
+def attend_ranges(
+    query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop: Tensor, scale: float
+) -> Attended:
     """Exact attention of `query [B, Hq, n, D]`: a query reads the keys from its `start` to its `stop`.
 
-    These are `[B or 1, n]` int32. Returns `[B, Hq, n, Dv]`, 0 where a query reads none.
+    These are `[B or 1, n]` int32. A query that reads none has output 0 and lse -inf.
     """
     (batch, heads, length, dim), n_heads, n_keys = query.shape, key.shape[:2].numel(), key.shape[2]
     heads_per_kv = batch * heads // n_heads
@@ -476,7 +478,8 @@ def attend_ranges(query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop
     call.query, call.key, call.value = rows
     call_library("prescore_routed_forward", call)
     by_query = output.view(batch, heads, length, -1).transpose(1, 2)  # as models go on with it, so one copy
-    return by_query.to(query.dtype, memory_format=torch.contiguous_format).transpose(1, 2)
+    output = by_query.to(query.dtype, memory_format=torch.contiguous_format).transpose(1, 2)
+    return Attended(output, lse.view(batch, heads, length))
 
 
 def add_far_gradients(
