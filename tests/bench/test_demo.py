@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 
@@ -229,16 +230,43 @@ def test_sections_can_hold_any_text(records):
     assert section.count("</script>") == 1
     data = json.loads(section[section.index('json">') + 6 : section.index("</script>")])
     assert data["tokens"][5] == "</script>"
-    record.results["heads"] = []
-    assert "sliding window" in page.reads_section(record)
+    assert "What does a token read?" in demo_page(records)
+    record.results["heads"] = []  # every layer has a sliding window
+    assert page.reads_section(record) == ""
+    assert "What does a token read?" not in demo_page(records)
+
+
+def test_on_a_busy_machine_the_headline_has_no_times(records):
+    loads = [{"processor_seconds": 1.0, "cores": 2, "others": others} for others in (0.2, 1.4)]
+    idle, busy = ([replace(record, seconds=9.0, load=load) for record in records] for load in loads)
+    assert "times as fast" in demo_page(idle)
+    assert "busy machine" not in demo_page(idle)
+    text = demo_page(busy)
+    assert "Busy machine: other processes had up to 1.4 cores; times are not comparable." in text
+    assert "times as fast" not in text
 
 
 PICK = """<script>
 const words = (name) => [...document.querySelectorAll(name)].map((node) => node.textContent);
-const state = () => [words(".token.picked"), words(".token.later"), words(".weights"), words(".far-keys li")];
-const before = state();
+const inside = () => {
+  const at = (name) => document.querySelector(name).getBoundingClientRect();
+  const [frame, token] = [at(".passage"), at(".token.picked")];
+  const stops = document.querySelectorAll("[tabindex='0']").length;
+  return token.top >= frame.top && token.bottom <= frame.bottom && stops === 1;
+};
+const shown = [".token.picked", ".token.later", ".weights", ".far-keys li"];
+const state = () => [...shown.map(words), inside()];
+const states = [state()];
+const key = (name) => document.querySelector(".token.picked").dispatchEvent(
+  new KeyboardEvent("keydown", { key: name, bubbles: true }));
 document.querySelectorAll(".token")[1].click();
-document.body.dataset.states = JSON.stringify([before, state()]);
+states.push(state());
+for (const name of ["ArrowRight", "ArrowRight", "ArrowRight", "Home", "ArrowLeft", "End"]) {
+  key(name);
+  states.push(state());
+}
+const labels = [...document.querySelectorAll("select")].map((node) => node.getAttribute("aria-label"));
+document.body.dataset.states = JSON.stringify([states, labels]);
 </script>"""
 
 
@@ -246,14 +274,16 @@ document.body.dataset.states = JSON.stringify([before, state()]);
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
 def test_a_browser_shows_what_the_picked_token_reads(records, tmp_path):
     file = tmp_path / "index.html"
-    file.write_text(demo_page(records).replace("</body>", f"{PICK}</body>"), encoding="utf-8")
+    # a passage far higher than its frame: what is picked first is its last token
+    small = "<style>.passage { height: 3rem; overflow-y: auto; } .token { display: block; }</style></head>"
+    text = demo_page(records).replace("</head>", small).replace("</body>", f"{PICK}</body>")
+    file.write_text(text, encoding="utf-8")
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--no-first-run", "--disable-background-networking", "--disable-sync", "--dump-dom", file.as_uri()]
     document = subprocess.run(command, check=True, capture_output=True, timeout=300, text=True).stdout
-    states = json.loads(
-        unescape(re.search(r'data-states="([^"]*)"', document)[1]).replace("\N{NO-BREAK SPACE}", " ")
-    )
-    (picked, later, _, far_keys), (picked_then, later_then, weights, _) = json.loads(states)
+    found = unescape(re.search(r'data-states="([^"]*)"', document)[1]).replace("\N{NO-BREAK SPACE}", " ")
+    states, labels = json.loads(found)
+    (picked, later, _, far_keys, _), (picked_then, later_then, weights, _, _), *_ = states
     assert (picked, later) == ([" came"], [])
     assert far_keys[0] == "40.0 %9 before<b> the cat sat on</script> mat⏎ and a"
     assert (picked_then, later_then) == ([" a"], [" dog", " came"])
@@ -261,6 +291,9 @@ def test_a_browser_shows_what_the_picked_token_reads(records, tmp_path):
         "Weight: first tokens 5 %, local 25 % (3 keys), far 60 % (1 keys), centroids 10 % (of 5 unread keys).",
         "Weight: first tokens 5 %, local 25 % (3 keys), far 0 % (0 keys), centroids 70 % (of 6 unread keys).",
     ]
+    assert [state[0][0] for state in states[2:]] == [" dog", " came", " came", " and", " and", " came"]
+    assert all(state[4] for state in states)  # in view, and the only stop of the tab key
+    assert labels == ["head on the left", "head on the right"]
 
 
 def demo(model, text, *options):
@@ -276,20 +309,29 @@ def test_the_command_writes_table_and_page(saved, text, lines, tmp_path, capsys)
     found = [line["config"] for line in lines(out)]
     assert [config["part"] for config in found if config["part"] != "loss"] == ["reads"]
     series = [config["method"]["axes"]["series"] for config in found if config["part"] == "loss"]
-    assert sorted(series) == sorted(2 * names)
+    assert sorted(series) == sorted(names)
     assert all(name in (out / "index.html").read_text(encoding="utf-8") for name in names)
 
 
-def test_resuming_adds_what_there_was_no_time_for(saved, text, lines, tmp_path, capsys, monkeypatch):
+def test_the_page_is_whole_at_once_and_more_is_offered(saved, text, lines, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert demo(saved, text, "-n", "128", "--minutes", "0") == 0
+    monkeypatch.setattr("prescore.bench.cli.options._LINE_EVERY", 0.0)
+    assert demo(saved, text, "-n", "128") == 0
     (run,) = (tmp_path / "runs" / "demo").iterdir()
     assert len(lines(run)) == 5 + 1
-    assert "no time is left for text.txt, window 2; --minutes gives more" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    shares = [int(share) for share in re.findall(r"demo: (\d+) %", said)]
+    assert shares == [17, 33, 50, 67, 83, 100]  # one bar
+    more = re.search(r"more: +(prescore .*--full --resume)  \(a second window, about \d+ s\)", said)[1]
     file = tmp_path / "report" / "index.html"
     first = file.read_text(encoding="utf-8")
-    assert demo(saved, text, "-n", "128", "--minutes", "0", "--resume") == 0
-    assert file.read_text(encoding="utf-8") == first
+    assert "over 16 segments" in first
     assert demo(saved, text, "-n", "128", "--resume") == 0
+    assert file.read_text(encoding="utf-8") == first
+    capsys.readouterr()
+    assert main(more.split()[1:]) == 0
+    said = capsys.readouterr().err
+    assert [int(share) for share in re.findall(r"demo: (\d+) %", said)] == [20, 40, 60, 80, 100]
+    assert "more:" not in said
     assert len({line["key"] for line in lines(run)}) == len(lines(run)) == 2 * 5 + 1
-    assert file.read_text(encoding="utf-8") != first
+    assert "over 32 segments" in file.read_text(encoding="utf-8")

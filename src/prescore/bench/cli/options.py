@@ -11,9 +11,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -269,11 +269,18 @@ class Session:
     device: str
     quiet: bool = False
     is_continued: bool = False
+    advance: Callable[[float], None] | None = None
 
     @property
     def out(self) -> Path:
         """The run's directory."""
         return self.file.path.parent
+
+    @contextmanager
+    def whole(self, cost: float) -> Iterator[Session]:
+        """A session whose runs share one progress bar; `cost` is that of all rows that are not finished."""
+        with progress(self.command, cost) as advance:
+            yield replace(self, advance=advance)
 
     def run(self, rows: Sequence[Row]) -> list[Record]:
         """Measure the rows that are not finished; return the records of all, in the rows' order, each once."""
@@ -281,11 +288,11 @@ class Session:
         by_key = {row_key(self.command, row.config, row.seed): row for row in rows}
         cost = sum(row.cost for key, row in by_key.items() if key not in self.file)
         finished = sum(key in self.file for key in by_key)
-        if finished:
+        if finished and self.advance is None:
             self.say(f"{finished} of {len(by_key)} rows are finished in {self.file.path}")
         argv = list(ARGV.get())
         try:
-            with nullcontext(lambda amount: None) if self.quiet else progress(self.command, cost) as advance:
+            with self._progress(cost) as advance:
                 for key, row in by_key.items():
                     if key not in self.file:
                         record = measure(self.command, row, argv=argv, device=self.device, threads=self.threads)
@@ -299,6 +306,11 @@ class Session:
             )
             raise SystemExit(130) from None
         return [self.file[key] for key in by_key]
+
+    def _progress(self, cost: float) -> AbstractContextManager[Callable[[float], None]]:
+        if self.advance is not None:
+            return nullcontext(self.advance)
+        return nullcontext(lambda amount: None) if self.quiet else progress(self.command, cost)
 
     def show(self, *renderables: RenderableType) -> None:
         """Print tables and text to stdout, unless `--json` was given, and whether the machine was busy."""

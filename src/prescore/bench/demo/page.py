@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
+from prescore.bench.busy import busy_words
 from prescore.bench.language.tables import Summary, confidence_half_width, describe_run, summarise
 from prescore.bench.records import Record, replacing
 from prescore.bench.tables import MISSING, Table, as_text, percent, times
@@ -36,7 +37,7 @@ def demo_page(records: Sequence[Record]) -> str:
     values = {
         "style": _template("style.css"),
         "script": _template("script.js"),
-        "headline": headline(lines),
+        "headline": headline(lines, busy_words(records)),
         "run": escape(describe_run([line.summary for line in lines], first.config["model"])),
         "panels": _panels(lines),
         "table": _html_table(_COLUMNS, map(_cells, lines)),
@@ -102,11 +103,11 @@ class Line:
 
 def compare(records: Sequence[Record]) -> list[Line]:
     """A line for each method, in the order of the records."""
-    own = [r for r in records if r.config["part"] == "loss"]
-    exact = {_window(r): r for r in own if r.config["method"]["config"]["type"] == "Exact"}
+    losses = [r for r in records if r.config["part"] == "loss"]
+    exact = {_window(r): r for r in losses if r.config["method"]["config"]["type"] == "Exact"}
     lines = []
-    for summary in summarise(own):
-        mine = [record for record in own if record.config["method"]["config"] == summary.config]
+    for summary in summarise(losses):
+        mine = [record for record in losses if record.config["method"]["config"] == summary.config]
         gaps = [gap for one in mine if _window(one) in exact for gap in _gaps(one, exact[_window(one)])]
         lines.append(
             Line(
@@ -166,21 +167,29 @@ def comparison_table(records: Sequence[Record]) -> Table:
     )
 
 
-def headline(lines: Sequence[Line]) -> str:
-    """What was read, what it cost in loss and in time, and what the default does unchanged."""
+def headline(lines: Sequence[Line], busy: str = "") -> str:
+    """What was read, what it cost in loss and in time, and what the default does unchanged.
+
+    On a busy machine the headline has no times, but the warning of `busy_words`.
+    """
     default, exact = (next((line for line in lines if line.name == name), None) for name in ("default", "exact"))
     if default is None or exact is None or default.above is None:
         return "A language model read a long text with its attention replaced."
-    own, full = default.summary, exact.summary
+    ours, full = default.summary, exact.summary
     lost = above_words(default).replace(" ", "\N{NO-BREAK SPACE}")
-    reads = f"{as_text(own.reads_per_query, 3)} keys and centroids of {as_text(full.reads_per_query, 4)} keys"
+    reads = f"{as_text(ours.reads_per_query, 3)} keys and centroids of {as_text(full.reads_per_query, 4)} keys"
+    ratio = _ratio(full.attention_seconds / ours.attention_seconds)
+    speed = (
+        f" and takes <strong>{ours.attention_seconds:.1f} s</strong> for attention instead of "
+        f"{full.attention_seconds:.1f} s: <strong>{ratio}</strong>; "
+        f"the whole forward is {_ratio(full.forward_seconds / ours.forward_seconds)}."
+    )
+    if busy:
+        speed = f". <strong>{busy[0].upper()}{busy[1:]}.</strong>"
     return (
         f"Reading <strong>{reads}</strong> per query, the default loses <strong>{lost} nats</strong> per token "
-        f"against exact attention (perplexity {as_text(own.perplexity, 4)} instead of "
-        f"{as_text(full.perplexity, 4)}) and takes <strong>{own.attention_seconds:.1f} s</strong> for attention "
-        f"instead of {full.attention_seconds:.1f} s: "
-        f"<strong>{_ratio(full.attention_seconds / own.attention_seconds)}</strong>; "
-        f"the whole forward is {_ratio(full.forward_seconds / own.forward_seconds)}. {_unchanged(own)}"
+        f"against exact attention (perplexity {as_text(ours.perplexity, 4)} instead of "
+        f"{as_text(full.perplexity, 4)}){speed} {_unchanged(ours)}"
     )
 
 
@@ -276,8 +285,8 @@ def _panel(
 
 
 def reads_section(record: Record) -> str:
-    """HTML of a `reads` record."""
+    """HTML of a `reads` record; empty where no layer searches, because all have a sliding window."""
     if not record.results["heads"]:
-        return "<p>These layers have a sliding window and do not search.</p>"
+        return ""
     data = json.dumps(record.results).replace("<", "\\u003c")  # a text may hold the end of a script
     return Template(_template("reads.html")).substitute(data=data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +14,7 @@ from prescore.bench.language.held_out import REPORTED, TokenizedText
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import Window, describe_window, loss_row
 from prescore.bench.methods import EXACT, Method, local_only, sliding_window
-from prescore.bench.records import Record, Row, Values, row_key
+from prescore.bench.records import Record, Row, Values
 from prescore.bench.tables import number
 from prescore.config import Routed, Selected, config_from_dict
 from prescore.integrations.apply import find_adapter, replace_attention
@@ -32,42 +31,35 @@ STARTS = REPORTED[8192]
 SEGMENTS = 16
 """Parts of a window whose losses are recorded apart, for intervals."""
 _SHORT_SINKS = 4
+N_MATCHED = 2
+"""Methods that read as much as the default."""
 
 
 @dataclass(frozen=True, eq=False)
 class Demo:
-    """One run of the demo: the first window, and those that end before `deadline` (`time.monotonic`)."""
+    """One run of the demo on the windows of a text."""
 
     session: Session
     model: LanguageModel
     text: TokenizedText
     length: int
     seed: int
-    deadline: float
 
-    def run(self) -> list[Record]:
-        """Measure; returns all records."""
-        first, *others = demo_windows(self.text, self.length)
-        self.session.say(f"reading {self.length} tokens of {self.text.name} six times")
+    def run(self, n_windows: int = 1) -> list[Record]:
+        """Measure that many windows, where the text has them; returns all records of the run."""
+        windows = demo_windows(self.text, self.length)[:n_windows]
         methods = first_methods(self.length)
-        records = self.session.run(self._losses(first, methods))
-        methods += matched_methods(next(r for r in records if is_default(r)))
-        reads = reads_row(self.model, first, shown_config(self.length), layers=self._layers(), seed=self.seed)
-        records += self.session.run([*self._losses(first, methods[3:]), reads])
-        seconds = sum(record.seconds for record in records if record.config["part"] == "loss")
-        for window in others:
-            rows = self._losses(window, methods)
-            if self._has_time(rows, seconds):
-                self.session.say(f"the same with {window.document}")
-                records += self.session.run(rows)
-            else:
-                self.session.say(f"no time is left for {window.document}; --minutes gives more")
-        return records
-
-    def _has_time(self, rows: Sequence[Row], seconds: float) -> bool:
-        """Whether rows that take so long end before the deadline; finished ones take no time."""
-        finished = all(row_key("demo", row.config, row.seed) in self.session.file for row in rows)
-        return finished or time.monotonic() + seconds <= self.deadline
+        n_rows = 1 + (len(methods) + N_MATCHED) * len(windows)
+        unfinished = max(1, n_rows - len(self.session.file))
+        with self.session.whole(unfinished * self.length) as session:
+            records = session.run(self._losses(windows[0], methods))
+            methods += matched_methods(next(r for r in records if is_default(r)))
+            reads = reads_row(
+                self.model, windows[0], shown_config(self.length), layers=self._layers(), seed=self.seed
+            )
+            more = [row for window in windows for row in self._losses(window, methods)]
+            session.run([*more, reads])
+        return list(self.session.file)
 
     def _losses(self, window: Window, methods: Sequence[Method]) -> list[Row]:
         options: Values = {"experiment": "demo", "seed": self.seed, "segments": SEGMENTS}
@@ -278,7 +270,7 @@ def layer_reads(inputs: LayerInputs, config: Routed) -> dict[int, list[QueryRead
         exact = logits.masked_fill(future, -torch.inf).softmax(1) @ value
         error = (result.output - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(1e-12)
         by_query = zip(weights, result.local, read, centroids, error, strict=True)
-        reads[head] = [query_reads(*own, sinks=layout.sinks) for own in by_query]
+        reads[head] = [query_reads(*parts, sinks=layout.sinks) for parts in by_query]
     return reads
 
 

@@ -83,9 +83,9 @@ function headName(data, number) {
   return `layer ${layer + 1}, head ${head + 1}${kind}`;
 }
 
-function fillCard(card, data, number, query, choose) {
+function fillCard(card, data, number, query, name, choose) {
   const reads = data.reads[number][query], position = data.first + query;
-  const choice = make("select", { "aria-label": "head" });
+  const choice = make("select", { "aria-label": name });
   data.heads.forEach((_, place) => choice.append(make("option", { value: place, text: headName(data, place) })));
   choice.value = number;
   choice.addEventListener("change", () => choose(Number(choice.value)));
@@ -118,7 +118,7 @@ function fillHeads(box, data, query, choose) {
 function firstQuery(data) {
   const queries = data.reads[data.searching].map((reads, query) => ({ query, weight: reads[2] }));
   const words = queries.filter(({ query }) => (data.tokens[data.first + query].match(/\p{L}/gu) || []).length > 2);
-  return (words.length ? words : queries).reduce((best, own) => (own.weight > best.weight ? own : best)).query;
+  return (words.length ? words : queries).reduce((best, other) => (other.weight > best.weight ? other : best)).query;
 }
 
 for (const box of document.querySelectorAll(".reads")) {
@@ -126,18 +126,20 @@ for (const box of document.querySelectorAll(".reads")) {
   const cards = [...box.querySelectorAll(".card")], chosen = [data.searching, data.smooth];
   const passage = box.querySelector(".passage"), before = data.tokens.slice(Math.max(0, data.first - BEFORE), data.first);
   passage.append(make("span", { class: "before", text: before.join("") }), ...data.tokens.slice(data.first).map(
-    (token, number) => make("span", { class: "token", role: "button", tabindex: 0, "data-query": number, text: visible(token) })));
+    (token, number) => make("span", { class: "token", role: "button", tabindex: -1, "data-query": number, text: visible(token) })));
   let query = firstQuery(data);
   const show = () => {
     for (const token of box.querySelectorAll(".token")) {
       const number = Number(token.dataset.query);
       token.classList.toggle("picked", number === query);
+      token.setAttribute("aria-pressed", number === query);
+      token.tabIndex = number === query ? 0 : -1;
       token.classList.toggle("later", number > query);
     }
     box.querySelector(".picked-token").replaceChildren("Token ", make("b", { text: `${data.first + query}` }), ", ",
       make("mark", { text: data.tokens[data.first + query].replaceAll("\n", "⏎") }),
       ` sees ${data.first + query + 1} keys. Two heads, side by side:`);
-    cards.forEach((card, place) => fillCard(card, data, chosen[place], query, (number) => {
+    cards.forEach((card, place) => fillCard(card, data, chosen[place], query, `head on the ${place ? "right" : "left"}`, (number) => {
       chosen[place] = number;
       show();
     }));
@@ -146,14 +148,39 @@ for (const box of document.querySelectorAll(".reads")) {
       show();
     });
   };
-  const pick = (event) => {
-    const token = event.target.closest(".token");
-    if (!token || (event.type === "keydown" && event.key !== "Enter" && event.key !== " ")) return;
-    event.preventDefault();
-    query = Number(token.dataset.query);
-    show();
+  const tokens = [...box.querySelectorAll(".token")];
+  // the passage scrolls by itself: the page stays where it is
+  const reveal = () => {
+    const [line, frame] = [tokens[query].getBoundingClientRect(), passage.getBoundingClientRect()];
+    if (line.top < frame.top || line.bottom > frame.bottom) {
+      passage.scrollTop += line.top - frame.top - (passage.clientHeight - line.height) / 2;
+    }
   };
-  passage.addEventListener("click", pick);
-  passage.addEventListener("keydown", pick);
+  const pick = (number) => {
+    query = Math.max(0, Math.min(tokens.length - 1, number));
+    show();
+    reveal();
+  };
+  const lineBeside = (step) => {
+    const [here, all] = [tokens[query].getBoundingClientRect(), tokens.map((token) => token.getBoundingClientRect())];
+    let number = query;
+    while (tokens[number + step] && Math.abs(all[number].top - here.top) < 4) number += step;
+    while (tokens[number + step] && Math.abs(all[number + step].top - all[number].top) < 4 &&
+      (all[number].left - here.left) * step < 0) number += step;
+    return number;
+  };
+  const moves = { ArrowLeft: () => query - 1, ArrowRight: () => query + 1, ArrowUp: () => lineBeside(-1),
+    ArrowDown: () => lineBeside(1), Home: () => 0, End: () => tokens.length - 1 };
+  passage.addEventListener("click", (event) => {
+    const token = event.target.closest(".token");
+    if (token) pick(Number(token.dataset.query));
+  });
+  passage.addEventListener("keydown", (event) => {
+    if (!event.target.closest(".token") || !(event.key in moves)) return;
+    event.preventDefault();
+    pick(moves[event.key]());
+    tokens[query].focus({ preventScroll: true });
+  });
   show();
+  reveal();
 }
