@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +74,31 @@ def line_style(place: int) -> Values:
     cycle, index = divmod(place, len(_LINES))
     dashes = _DASHES[cycle % len(_DASHES)]
     return {"color": _LINES[index], "marker": _MARKERS[(index + cycle) % len(_MARKERS)], "linestyle": dashes}
+
+
+def line_plot(
+    rows: Sequence[Values], path: str | Path, *, x: str, y: str, by: str, log_x: bool = False, log_y: bool = False
+) -> None:
+    """Columns of rows against each other, a line for each value of a third; points with equal x are averaged."""
+    points: dict[str, dict[float, list[float]]] = {}
+    for row in rows:
+        values = row.get(x), row.get(y)
+        if by in row and all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+            line = points.setdefault(str(row[by]), {})
+            line.setdefault(float(values[0]), []).append(float(values[1]))  # type: ignore[arg-type]
+    if not points:
+        known = sorted({name for row in rows for name in row})
+        raise ValueError(f"rows must have numbers in {x!r} and {y!r}, and {by!r}, got {len(rows)} with {known}")
+    with figure(path, (6.4, 4.2)) as (_, axes):
+        for place, (name, line) in enumerate(points.items()):
+            means = [(at, statistics.fmean(line[at])) for at in sorted(line)]
+            axes.plot(*zip(*means, strict=True), label=name, markersize=4, **line_style(place))
+        if log_x:
+            powers_of_two(axes)
+        if log_y:
+            axes.set_yscale("log")
+        axes.set(xlabel=x, ylabel=y)
+        axes.legend(fontsize=7)
 
 
 def powers_of_two(axes: Axes) -> None:

@@ -14,7 +14,7 @@ import platform
 import subprocess
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import metadata
@@ -179,6 +179,45 @@ def _restored(value: Values) -> Any:
 def read_records(path: str | Path) -> list[Record]:
     """All records of a file; a damaged line is refused by its number."""
     return _parse(Path(path).read_bytes(), Path(path))[0]
+
+
+def find_records(paths: Iterable[str | Path]) -> list[Record]:
+    """The records of files, and of all `records.jsonl` below directories; each key once, as first found."""
+    records: dict[str, Record] = {}
+    for path in map(Path, paths):
+        for file in sorted(path.rglob("records.jsonl")) if path.is_dir() else [path]:
+            for record in read_records(file):
+                records.setdefault(record.key, record)
+    if not records:
+        raise RecordFileError(f"there must be records below {', '.join(map(str, paths))}, got none")
+    return [*records.values()]
+
+
+def flat_rows(record: Record) -> list[Values]:
+    """A record as rows of plain values, with names such as `method.label`: one for each method that it compares.
+
+    Results that are lists are left out; what settings and results both have keeps the value of the settings.
+    """
+    results = dict(record.results)
+    compared = results.pop("methods", None)
+    shared = {"command": record.command, "seed": record.seed, **_flat(record.config)}
+    measured = compared.items() if isinstance(compared, dict) else [(None, {})]
+    rows = []
+    for name, entry in measured:
+        row = {"row_seconds": record.seconds, **_flat({**results, **entry}), **shared}
+        row.pop("methods", None)
+        rows.append(row if name is None else {**row, "method": name})
+    return rows
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Values:
+    flat: Values = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        elif not isinstance(value, list | tuple):
+            flat[prefix + name] = value
+    return flat
 
 
 def _parse(content: bytes, path: Path, *, resume: bool = False) -> tuple[list[Record], int]:
