@@ -105,7 +105,7 @@ figures: setup
 # The theme's own notice is about another program than the one pinned here.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
-	@echo "open site/index.html"
+	@echo "open site/index.html; to search it: $(BIN)/python -m http.server -d site"
 
 clean:
 	rm -rf $(VENV) build dist site src/*.egg-info report src/prescore/routed/native/*.so \

@@ -28,9 +28,15 @@ def best(scores, count):
     return sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:count]
 
 
+def kept(scores, first_kept):
+    """Scores of pages, that of the first above all others."""
+    return [float("inf"), *scores[1:]] if first_kept and scores else scores
+
+
 @pytest.mark.parametrize("n_query", [23, 9])
+@pytest.mark.parametrize("first_kept", [True, False])
 @pytest.mark.parametrize(("budget", "page_size"), [(4, 2), (7, 3), (8, 4), (3, 4)])
-def test_quest_reads_pages_by_the_largest_logit_that_they_could_hold(n_query, budget, page_size):
+def test_quest_reads_pages_by_the_largest_logit_that_they_could_hold(n_query, budget, page_size, first_kept):
     query, key, _ = tensors = inputs(n_query=n_query)
 
     def choose(b, h, i, first):
@@ -43,9 +49,14 @@ def test_quest_reads_pages_by_the_largest_logit_that_they_could_hold(n_query, bu
             if first
             else []
         )
-        return [page * page_size + j for page in best(bounds, budget // page_size) for j in range(page_size)]
+        return [
+            page * page_size + j
+            for page in best(kept(bounds, first_kept), budget // page_size)
+            for j in range(page_size)
+        ]
 
-    got = BASELINES["quest"](*tensors, budget=budget, page_size=page_size, chunk_size=SIZE, is_causal=True)
+    options = {"budget": budget, "page_size": page_size, "keep_first": first_kept, "chunk_size": SIZE}
+    got = BASELINES["quest"](*tensors, **options, is_causal=True)
     assert_same(got, dense_of(tensors, choose))
 
 
@@ -99,8 +110,9 @@ def test_minference_reads_the_columns_and_diagonals_of_the_last_queries(n_query,
 
 
 @pytest.mark.parametrize("n_query", [23, 11])
+@pytest.mark.parametrize("first_kept", [True, False])
 @pytest.mark.parametrize(("budget", "block_size", "stride"), [(4, 4, 2), (6, 3, 3), (2, 2, 1), (8, 4, 4)])
-def test_xattention_reads_blocks_by_their_antidiagonals(n_query, budget, block_size, stride):
+def test_xattention_reads_blocks_by_their_antidiagonals(n_query, budget, block_size, stride, first_kept):
     query, key, _ = tensors = inputs(n_query=n_query)
 
     def row(tensor, position, n_rows):
@@ -139,9 +151,14 @@ def test_xattention_reads_blocks_by_their_antidiagonals(n_query, budget, block_s
             for places, weight in zip(real, logits.softmax(0).tolist(), strict=True):
                 if places in past:
                     sums[past.index(places) * stride // block_size] += weight
-        return [block * block_size + j for block in best(sums, budget // block_size) for j in range(block_size)]
+        return [
+            block * block_size + j
+            for block in best(kept(sums, first_kept), budget // block_size)
+            for j in range(block_size)
+        ]
 
-    options = {"budget": budget, "block_size": block_size, "stride": stride, "chunk_size": SIZE}
+    options = {"budget": budget, "block_size": block_size, "stride": stride, "keep_first": first_kept}
+    options["chunk_size"] = SIZE
     assert_same(BASELINES["xattention"](*tensors, **options, is_causal=True), dense_of(tensors, choose))
 
 

@@ -23,7 +23,7 @@ from prescore.types import Attended
 
 @baseline
 def quest_attention(
-    placed: Placed, *, budget: int = 256, page_size: int = 16, chunk_size: int = 512
+    placed: Placed, *, budget: int = 256, page_size: int = 16, keep_first: bool = True, chunk_size: int = 512
 ) -> list[Part] | Attended:
     """Every query and head reads the pages of earlier keys that could hold the largest logits.
 
@@ -35,6 +35,8 @@ def quest_attention(
         placed: The call.
         budget: Keys read before the query's chunk.
         page_size: Keys of a page.
+        keep_first: Whether the first page is always among the best, which is not in the paper: without the
+            first tokens many models lose more than a far context is worth.
         chunk_size: Positions of a chunk.
     """
     _check(placed, budget, chunk_size=chunk_size, page_size=page_size)
@@ -47,7 +49,8 @@ def quest_attention(
             for extreme in (key.where(there, torch.inf).amin(2), key.where(there, -torch.inf).amax(2))
         )
         scores = chunk.query.clamp_min(0) @ high + chunk.query.clamp_max(0) @ low
-        pages = _best(scores.masked_fill(~some[:, None, None, :, 0], -torch.inf), budget // page_size)
+        scores = _first(scores, keep_first).masked_fill(~some[:, None, None, :, 0], -torch.inf)
+        pages = _best(scores, budget // page_size)
         return pages.repeat_interleave(page_size, -1)
 
     return _attend_chunks(placed, chunk_size, choose)
@@ -123,7 +126,13 @@ def minference_attention(
 
 @baseline
 def xattention(
-    placed: Placed, *, budget: int = 256, block_size: int = 128, stride: int = 8, chunk_size: int = 512
+    placed: Placed,
+    *,
+    budget: int = 256,
+    block_size: int = 128,
+    stride: int = 8,
+    keep_first: bool = True,
+    chunk_size: int = 512,
 ) -> list[Part] | Attended:
     """Blocks of queries read the blocks of earlier keys whose antidiagonals have the largest sums.
 
@@ -138,6 +147,7 @@ def xattention(
         budget: Keys read before the query's chunk.
         block_size: Queries and keys of a block, a multiple of `stride`.
         stride: Width of a tile.
+        keep_first: Whether the first block is always among the best, see `quest_attention`.
         chunk_size: Positions of a chunk.
     """
     _check(placed, budget, chunk_size=chunk_size, block_size=block_size, stride=stride)
@@ -156,7 +166,9 @@ def xattention(
         weights = weights.where(counted[:, None, :, None], 0.0)
         per_block = block_size // stride
         sums = weights.unflatten(3, (-1, per_block)).sum(4).unflatten(2, (-1, per_block)).sum(3)
-        sums = sums.masked_fill(~some.unflatten(1, (-1, per_block)).any(2)[:, None, None], -torch.inf)
+        sums = _first(sums, keep_first).masked_fill(
+            ~some.unflatten(1, (-1, per_block)).any(2)[:, None, None], -torch.inf
+        )
         blocks = _best(sums, budget // block_size).repeat_interleave(block_size, -1)
         return blocks.repeat_interleave(block_size, -2)[:, :, : chunk.query.shape[2]]
 
@@ -230,6 +242,11 @@ def _rows(tensor: Tensor, rows: Tensor, there: Tensor) -> Tensor:
     """Rows of `[B, H, N, D]` in at least float32, zero where there is none: padding may hold anything."""
     picked = tensor.reshape(-1, tensor.shape[-1])[rows].to(accumulation_dtype(tensor.dtype))
     return picked.where(there[..., None], 0.0)
+
+
+def _first(scores: Tensor, keep: bool) -> Tensor:
+    """Scores of pages or blocks, the first one's above all others where it is kept."""
+    return torch.cat((torch.full_like(scores[..., :1], torch.inf), scores[..., 1:]), -1) if keep else scores
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
