@@ -166,7 +166,7 @@ SETTINGS = {
     "quest": {"budget": 4, "page_size": 2},
     "snapkv": {"budget": 4, "window": 2, "kernel_size": 1},
     "minference": {"budget": 6, "window": 3, "sinks": 0},
-    "xattention": {"budget": 3, "block_size": 3, "stride": 1},
+    "xattention": {"budget": 6, "block_size": 3, "stride": 1},
 }
 
 
