@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 import prescore
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention, prescored_attention
 from prescore.errors import Unsupported
-from prescore.routed.decode import RoutedIndex
+from prescore.routed.decode import StepAttention
 
 TENSORS = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=45, seed=1)
 causal_or_not = pytest.mark.parametrize("is_causal", [False, True])
@@ -343,7 +343,7 @@ def test_decode_steps_do_not_depend_on_the_defaults_of_torch(default):
     query, key, value = attention_tensors(n_keys=120, dim=16, dtype=torch.float32)
 
     def steps():
-        index = RoutedIndex(config, scale=0.3)
+        index = StepAttention(config, scale=0.3)
         return [index.attend(query[:, :, n - 1 : n], key[:, :, :n], value[:, :, :n]) for n in range(90, 121)]
 
     expected = steps()

@@ -11,7 +11,7 @@ from oracles.inputs import attention_tensors
 
 import prescore
 from prescore import Exact, Hyper, Lsh, Routed, Selected
-from prescore.routed.decode import RoutedIndex
+from prescore.routed.decode import StepAttention
 
 FLOAT64 = 1e-10
 """Far above the rounding of float64, far below any wrong weight."""
@@ -74,7 +74,7 @@ def test_chunks_of_a_prompt_are_rows_of_the_full_call(name, device):
 def test_decode_steps_are_rows_of_the_full_call(device):
     query, key, value = (t.to(device) for t in attention_tensors(heads=4, kv_heads=2, n_keys=200, dim=8, seed=2))
     full = prescore.prescored_attention(query, key, value, SMALL, is_causal=True, scale=0.5)
-    index = RoutedIndex(SMALL, scale=0.5)
+    index = StepAttention(SMALL, scale=0.5)
     for stop in (150, 151, 200):
         step = index.attend(query[:, :, stop - 1 : stop], key[:, :, :stop], value[:, :, :stop])
         assert_within(step.output.cpu(), full[:, :, stop - 1 : stop].cpu(), FLOAT64, f"a step on {device}")

@@ -15,7 +15,7 @@ from pretend_device import OnDevice, PretendDevice
 
 import prescore
 from prescore import Coupling, Exact, Hyper, KMeans, Leverage, Lsh, Minkowski, Routed, Selected
-from prescore.routed.decode import RoutedIndex
+from prescore.routed.decode import StepAttention
 
 FLOAT64 = 1e-10
 """Far above the rounding of float64, far below any wrong weight."""
@@ -38,7 +38,7 @@ REMAINING = {
     "routed.attention._by_start": "padding, Routed: one call for each position at which sequences begin",
     "routed.attention._view": "padding, Routed: the host cuts queries into blocks that see the same clusters",
     "call.Call.with_trailing_padding": "padding, Routed: the queries behind the last key are a call of their own",
-    "routed.decode._SameStart._attend_far": "decode steps, Routed: the number of keys read is kept as a float",
+    "routed.decode.StepAttention._attend_far": "decode steps, Routed: the number of keys read is kept as a float",
 }
 """Functions that read a number from the device, and why. Without padding, with `top_k` and a scorer that factors
 nothing, the first is the only one. The list must shrink."""
@@ -161,16 +161,16 @@ def test_nothing_waits_for_the_device_but_what_is_listed(name):
 
 def test_a_decode_step_reads_what_is_listed():
     query, key, value = attention_tensors(batch=1, heads=4, kv_heads=2, n_query=1, n_keys=500, dim=8, value_dim=8)
-    steps, mode = [RoutedIndex(ROUTED, scale=0.5) for _ in range(2)], PretendDevice()
+    steps, mode = [StepAttention(ROUTED, scale=0.5) for _ in range(2)], PretendDevice()
     expected = steps[0].attend(query, key, value, backend="plain")
     with mode:
         found = steps[1].attend(*(mode.put(t) for t in (query, key, value)), backend="plain")
-    assert {function for function, _ in mode.reads} == {"routed.decode._SameStart._attend_far"}
+    assert {function for function, _ in mode.reads} == {"routed.decode.StepAttention._attend_far"}
     assert_within(found.output.numbers, expected.output, FLOAT64, "a decode step")
 
 
 def test_every_listed_read_occurs():
-    occurring = frozenset({"devices.all_finite", "routed.decode._SameStart._attend_far"})
+    occurring = frozenset({"devices.all_finite", "routed.decode.StepAttention._attend_far"})
     assert occurring.union(*(case.reads for case in CASES.values())) == set(REMAINING)
 
 

@@ -16,6 +16,7 @@ import math
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -31,8 +32,8 @@ from prescore.bench.speed.heads import SavedHeads, find_heads, heads_at_lengths
 from prescore.bench.tables import Table
 from prescore.config import Routed
 from prescore.routed import reference
-from prescore.routed.layout import Layout, make_layout
-from prescore.routed.reference import Clusters, FarKeys, Int8Keys
+from prescore.routed.index import KeyIndex
+from prescore.routed.layout import make_layout
 
 STUDY = "gpu-model"
 ROWS = (16, 32, 64, 128)
@@ -97,7 +98,7 @@ def measure_tiles(config: Values, query: Tensor, key: Tensor, value: Tensor, sca
     most = max(1, max(ROWS) // heads_per_kv)
     draws, bands = random.Random(seed), []
     keys, values = key[0].float(), value[0].float()
-    index = reference.build_clusters(keys, values, layout, layout.sinks, layout.n_chunks)
+    index = reference.build_index(keys, values, layout, layout.sinks, layout.n_chunks)
     for share in BANDS:
         chunk = int((share * n - layout.sinks) // layout.chunk_size) - 1  # the queries of a whole chunk
         if chunk < 2:
@@ -105,40 +106,29 @@ def measure_tiles(config: Values, query: Tensor, key: Tensor, value: Tensor, sca
         begin = layout.sinks + chunk * layout.chunk_size
         counts = []
         for head in range(key.shape[1]):
-            far = _far_keys(index, keys, values, head, chunk - 1, layout)
+            seen = _seen(index, head, chunk - 1, layout.clusters_per_chunk)
             for _ in range(config["tiles"]):
                 first = begin + draws.randrange(layout.chunk_size - most)
                 heads = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
                 rows = query[0, heads, first : first + most].float() * scale
                 local = slice(begin - layout.chunk_size, first + most)
-                counts.append(_count(rows, far, keys[head, local], first - local.start, routed, heads_per_kv))
+                counts.append(_count(rows, seen, keys[head, local], first - local.start, routed, heads_per_kv))
         mean = {name: sum(count[name] for count in counts) / len(counts) for name in counts[0]}
         bands.append({"far_keys": (chunk - 1) * layout.chunk_size, **mean})
     return {"bands": bands, "clusters": layout.cluster_size, "group": heads_per_kv}
 
 
-def _far_keys(index: Clusters, keys: Tensor, values: Tensor, head: int, n_chunks: int, layout: Layout) -> FarKeys:
+def _seen(index: KeyIndex, head: int, n_chunks: int, clusters_per_chunk: int) -> KeyIndex:
     """What queries of one KV head see beyond their local keys, with `n_chunks` far chunks."""
-    some = slice(0, n_chunks * layout.clusters_per_chunk)
-    return FarKeys(
-        keys[head],
-        values[head],
-        keys[head, : layout.sinks],
-        values[head, : layout.sinks],
-        index.key[head, some],
-        index.value[head, some],
-        index.positions[head, some],
-        Int8Keys(*(part[head, some] for part in index.int8)),
-        Int8Keys(*(part[head, some] for part in index.sub_int8)),
-        index.spread[head, some],
-        index.radius[head, some],
-        index.key_cov[head, :n_chunks].mean(0),
-        index.key_value_cov[head, :n_chunks].mean(0),
+    return replace(
+        index.of_head(head, n_chunks * clusters_per_chunk, 0),
+        key_cov=index.key_cov[head, :n_chunks].mean(0),
+        key_value_cov=index.key_value_cov[head, :n_chunks].mean(0),
     )
 
 
 def _count(
-    query: Tensor, far: FarKeys, local: Tensor, offset: int, config: Routed, heads_per_kv: int
+    query: Tensor, seen: KeyIndex, local: Tensor, offset: int, config: Routed, heads_per_kv: int
 ) -> dict[str, float]:
     """Of queries `[G, P, D]` at consecutive positions: what one reads, and the unions of tiles of each size."""
     n_positions, dim = query.shape[1:]
@@ -147,15 +137,14 @@ def _count(
     visible = torch.arange(len(local), dtype=torch.int64, device="cpu") <= position[:, None]
     local_lse = (rows @ local.t()).masked_fill(~visible, -math.inf).logsumexp(1)
     log_inverse = reference.log_inverse_weight(config.min_weight)
-    logits = reference.far_logits(rows, far)
-    threshold = reference.logit_threshold(logits, far, log_inverse, local_lse)
+    logits = reference.far_logits(rows, seen)
+    threshold = reference.logit_threshold(logits, seen, log_inverse, local_lse)
     search = (rows, logits, threshold, log_inverse)
-    everywhere = far._replace(
-        spread=torch.full_like(far.spread, math.inf)
-    )  # every subcluster of clusters in reach
-    near, searched = (_searched(search, each) for each in (everywhere, far))
-    hits = reference.find_keys(rows, far, logits, threshold, log_inverse)
-    hit = torch.zeros(len(rows), len(far.key), dtype=torch.bool, device="cpu")
+    # every subcluster of clusters in reach
+    everywhere = replace(seen, spread=torch.full_like(seen.spread, math.inf))
+    near, searched = (_searched(search, index) for index in (everywhere, seen))
+    hits = reference.find_keys(rows, seen, logits, threshold, log_inverse)
+    hit = torch.zeros(len(rows), int(seen.positions.max()) + 1, dtype=torch.bool, device="cpu")
     hit[hits.query, hits.position] = True
     flags = {"near": near, "searched": searched, "hits": hit}
     shares = {"near": 1 / near.shape[1], "searched": 1 / searched.shape[1], "hits": 1.0}
@@ -168,10 +157,10 @@ def _count(
     return counts
 
 
-def _searched(search: tuple[Tensor, reference.FarLogits, Tensor, float], far: FarKeys) -> Tensor:
+def _searched(search: tuple[Tensor, reference.FarLogits, Tensor, float], seen: KeyIndex) -> Tensor:
     """`[t, M * S]`: the subclusters that each query searches."""
     query, logits, threshold, log_inverse = search
-    bounds, _ = reference.search_bounds(query, far, logits, threshold, log_inverse)
+    bounds, _ = reference.search_bounds(query, seen, logits, threshold, log_inverse)
     return ~torch.isnan(bounds).flatten(1)
 
 

@@ -220,7 +220,7 @@ def test_a_step_back_behind_the_selection_selects_again(qkv):
 def test_chunks_of_a_prompt_build_each_key_index_once_and_the_first_step_takes_it_over(monkeypatch):
     """Against calls without a cache: same outputs, and no chunk is built twice."""
     config, built = Routed(chunk_size=64, cluster_size=16, exact_until=0), []
-    build = native.build_clusters
+    build = native.build_index
 
     def counted(key, value, layout, begin, n_chunks):
         built.append((begin, n_chunks))
@@ -237,10 +237,10 @@ def test_chunks_of_a_prompt_build_each_key_index_once_and_the_first_step_takes_i
         return attention(new, cache.buffer.key, cache.buffer.value, context)
 
     wanted = prescored_attention(query, key, value, config, is_causal=True)
-    monkeypatch.setattr(native, "build_clusters", counted)
+    monkeypatch.setattr(native, "build_index", counted)
     outputs = [read(start, stop) for start, stop in ((0, 200), (200, 210), (210, 450), (450, 699), (699, 700))]
     assert torch.allclose(torch.cat(outputs, dim=2), wanted, atol=1e-5)
-    # steps take the index of the chunk before them over; a chunk after steps builds it anew, others extend it
-    assert built == [(16, 1), (80, 1), (16, 5), (336, 4)]
+    # whatever comes next extends the index: chunks, then steps, then another chunk
+    assert built == [(16, 1), (80, 1), (144, 3), (336, 4)]
     cache.crop(500)
     assert torch.allclose(read(500, 600), wanted[:, :, 500:600], atol=1e-5)

@@ -8,7 +8,7 @@ from routed_checks import levels_here, native_level, needs_native
 from prescore import Routed
 from prescore.routed import native
 from prescore.routed.layout import make_layout, why_exact
-from prescore.routed.reference import build_clusters, int8_logits, quantize_keys
+from prescore.routed.reference import build_index, int8_logits, quantize_keys
 from prescore.routed.tree import bisection_tree
 
 SMALL = Routed(cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
@@ -101,25 +101,24 @@ def test_scale_strides_and_equal_points_of_a_tree():
 def test_half_dtypes_are_summed_in_float32(dtype):
     layout = make_layout(90, 90, causal=True, config=SMALL)
     key, value = (normal(3, 90, dim, seed=dim, dtype=dtype) for dim in (8, 5))
-    index, wide = (build_clusters(*pair, layout, 3, 4) for pair in ((key, value), (key.float(), value.float())))
-    assert index.key.dtype == index.value.dtype == index.key_cov.dtype == torch.float32
-    for name in ("positions", "key"):
+    index, wide = (build_index(*pair, layout, 3, 4) for pair in ((key, value), (key.float(), value.float())))
+    assert index.centroid_key.dtype == index.centroid_value.dtype == index.key_cov.dtype == torch.float32
+    for name in ("positions", "centroid_key", "int8"):
         assert torch.equal(getattr(index, name), getattr(wide, name))
-    assert torch.equal(index.int8.numbers, wide.int8.numbers)
 
 
 def test_int8_keys_follow_the_scale():
     key = normal(30, 32, dtype=torch.float32)
-    usual = quantize_keys(key)
+    int8, scales = quantize_keys(key)
     for scale in (2.0**-100, 2.0**100):
         scaled = quantize_keys(key * scale)
-        assert torch.equal(scaled.numbers, usual.numbers)
-        assert torch.equal(scaled.scales, usual.scales * scale)
+        assert torch.equal(scaled[0], int8)
+        assert torch.equal(scaled[1], scales * scale)
 
 
 def test_int8_logits_are_good_enough_to_search_by():
     query, key = normal(100, 64), normal(400, 64, seed=1)
-    error = int8_logits(query, quantize_keys(key)) - query @ key.T
+    error = int8_logits(query, *quantize_keys(key)) - query @ key.T
     # numbers are off by a unit over sqrt(12), and a unit is a 63rd of the largest of 64 normals, about 2.4
     assert 0.008 < float(error.std()) / 8 < 0.02
     assert abs(float(error.mean())) < 0.01
@@ -138,19 +137,18 @@ def test_native_code_builds_the_same_index(level, dtype, cluster_size, chunk_siz
     key, value = (normal(2, 2, 600, dim, seed=dim, dtype=dtype).transpose(0, 1) for dim in (64, 48))
     assert native.can_build(key, value, layout)
     with native_level(level):
-        built = native.build_clusters(key, value, layout, 5, 2)
-    wanted = build_clusters(key.flatten(0, 1), value.flatten(0, 1), layout, 5, 2)
+        built = native.build_index(key, value, layout, 5, 2)
+    wanted = build_index(key.flatten(0, 1), value.flatten(0, 1), layout, 5, 2)
     assert torch.equal(built.positions.long(), wanted.positions)
-    for name in ("key", "value", "key_cov", "key_value_cov"):
+    for name in ("centroid_key", "centroid_value", "key_cov", "key_value_cov"):
         torch.testing.assert_close(getattr(built, name), getattr(wanted, name), rtol=1e-4, atol=1e-5)
-    blocks = wanted.int8.numbers.unflatten(2, (-1, 16)).unflatten(4, (-1, 4)).transpose(3, 4)
+    blocks = wanted.int8.unflatten(2, (-1, 16)).unflatten(4, (-1, 4)).transpose(3, 4)
     # sums in another order move a number across the middle of two now and then
-    assert (built.int8.numbers.int() - native.KEY_ZERO != blocks.int()).double().mean() < 1e-3
-    numbers = built.sub_int8.numbers.int() - native.KEY_ZERO
-    assert (numbers != wanted.sub_int8.numbers.int()).double().mean() < 1e-3
-    pairs = [(built.int8.scales, wanted.int8.scales), (built.sub_int8.scales, wanted.sub_int8.scales)]
-    for got, scales in (*pairs, (built.spread, wanted.spread)):
-        torch.testing.assert_close(got, scales, rtol=1e-4, atol=1e-6)
+    assert (built.int8.int() - native.KEY_ZERO != blocks.int()).double().mean() < 1e-3
+    numbers = built.sub_int8.int() - native.KEY_ZERO
+    assert (numbers != wanted.sub_int8.int()).double().mean() < 1e-3
+    for name in ("scales", "sub_scales", "spread", "radius"):
+        torch.testing.assert_close(getattr(built, name), getattr(wanted, name), rtol=1e-4, atol=1e-6)
 
 
 @needs_native

@@ -199,10 +199,7 @@ def tensors_of(argument):
     if isinstance(argument, dict):
         for name, tensor in argument.items():
             yield name, tensor, lambda t, a=name: {**argument, a: t}
-    elif isinstance(argument, list):
-        for i, tensor in enumerate(argument):
-            yield f"sum {i}", tensor, lambda t, i=i: [*argument[:i], t, *argument[i + 1 :]]
-    elif isinstance(argument, native.Tables | View):
+    elif isinstance(argument, View):
         for name, tensor in vars(argument).items():
             if isinstance(tensor, torch.Tensor):
                 yield name, tensor, lambda t, a=name: replace(argument, **{a: t})
@@ -218,31 +215,47 @@ def test_a_wrong_tensor_is_refused(monkeypatch):
     n_refused = 0
     for function, arguments, options in recorded_calls(monkeypatch):
         for place, argument in enumerate(arguments):
-            if isinstance(argument, native.Tables) and function.__name__ != "routed_call":
-                continue  # checked when the function runs
             for name, tensor, put in tensors_of(argument):
                 if name.startswith("local_") and not options["reads_local"]:
                     continue  # C does not see them
                 n_refused += 1
                 for change in WRONG.values():
-                    with pytest.raises(ValueError, match="must"):  # some when the tables are made
+                    with pytest.raises(ValueError, match="must"):
                         function(*arguments[:place], put(change(tensor)), *arguments[place + 1 :], **options)
-    assert n_refused == 18 + 16 + 13
+    assert n_refused == 7 + 5 + 13
 
 
 @needs_native
-def test_wrong_queries_keys_values_views_and_columns_are_refused(monkeypatch):
-    made, (query, keys, view, tables, *rest), options = recorded_calls(monkeypatch)[0]
+def test_a_wrong_field_of_the_key_index_reaches_c_in_its_shape_or_not_at_all(monkeypatch):
+    """Fields are laid out anew, so that some may have other strides, dtypes or filler."""
+    function, (inputs, index, *rest), options = recorded_calls(monkeypatch)[0]
+    arrays, n_refused = function(inputs, index, *rest, **options).arrays, 0
+    for name, tensor in index.tensors().items():
+        for change in WRONG.values():
+            try:
+                call = function(inputs, replace(index, **{name: change(tensor)}), *rest, **options)
+            except (ValueError, RuntimeError):
+                n_refused += 1
+                continue
+            for field, array in call.arrays.items():
+                assert array.shape == arrays[field].shape, (name, field)
+                assert (array.dtype, array.stride()) == (arrays[field].dtype, arrays[field].stride())
+    assert n_refused > 26
+
+
+@needs_native
+def test_wrong_queries_keys_values_and_views_are_refused(monkeypatch):
+    made, (inputs, index, view, *rest), options = recorded_calls(monkeypatch)[0]
+    query, key, value = inputs
     for wrong in (query.double(), query[:, :1], query[:, :, :-1], query[..., :-1], query.transpose(2, 3)):
-        refused(made, wrong, keys, view, tables, *rest, **options)
-    for field in ("key", "value"):
-        own = getattr(keys, field)
-        for wrong in (own.double(), own[:, :-1], own[..., :-1], own[:0], own.mT, torch._neg_view(own)):
-            refused(made, query, keys._replace(**{field: wrong}), view, tables, *rest, **options)
-    fewer = keys._replace(key=keys.key[:, :90], value=keys.value[:, :90])
+        refused(made, (wrong, key, value), index, view, *rest, **options)
+    for rows, put in ((key, lambda t: (query, t, value)), (value, lambda t: (query, key, t))):
+        for wrong in (rows.double(), rows[:, :-1], rows[..., :-1], rows[:0], rows.mT, torch._neg_view(rows)):
+            refused(made, put(wrong), index, view, *rest, **options)
+    fewer = (query, key[:, :90], value[:, :90])
     short = replace(view, local_stop=view.local_stop.clamp_max(90))
-    message = r"tables must be of 90 keys, got position \d+"
-    refused(made, query, fewer, short, tables, *rest, match=message, **options)
+    message = r"the key index must be of 90 keys, got position \d+"
+    refused(made, fewer, index, short, *rest, match=message, **options)
     for field, number, message in (
         ("n_clusters", -1, "visible clusters must lie between 0 and"),
         ("n_clusters", 99, "visible clusters must be at most"),
@@ -252,9 +265,7 @@ def test_wrong_queries_keys_values_views_and_columns_are_refused(monkeypatch):
         changed = getattr(view, field).clone()
         changed[0, -1] = number
         other = replace(view, **{field: changed})
-        refused(made, query, keys, other, tables, *rest, match=message, **options)
-    for changes in ({"sink_columns": 8}, {"sinks": -1}, {"sinks": 17}, {"sink_columns": 32, "sinks": 20}):
-        refused(replace, tables, match="columns must", **changes)
+        refused(made, inputs, index, other, *rest, match=message, **options)
 
 
 @needs_native
@@ -263,18 +274,17 @@ def test_chunks_beyond_the_keys_are_refused(monkeypatch):
     key = torch.zeros(1, 70, 16)
     layout = make_layout(70, 70, causal=True, config=CONFIG.replace(chunk_size=32))
     for place in ((-1, 2), (7, 2), (0, 3)):
-        refused(native.build_clusters, key, key, layout, *place, match="chunks must lie within 70 keys")
+        refused(native.build_index, key, key, layout, *place, match="chunks must lie within 70 keys")
     for wrong in (key.double(), key[:, :-1], key[..., :-1], key.mT):
-        refused(native.build_clusters, key, wrong, layout, 0, 2)
-        refused(native.build_clusters, wrong, key, layout, 0, 2)
+        refused(native.build_index, key, wrong, layout, 0, 2)
+        refused(native.build_index, wrong, key, layout, 0, 2)
 
 
 @needs_native
 def test_a_step_that_does_not_fit_is_refused(monkeypatch):
-    _, (query, keys, _, tables, _), _ = recorded_calls(monkeypatch)[0]
-    covs = {name: getattr(tables, name)[:, -1:].contiguous() for name in ("key_cov", "key_value_cov")}
-    step = native.PreparedStep(replace(tables, **covs), 3.0, 0.25).attend
-    query, key, value = query[:, :, -1:], keys.key[None], keys.value[None]
+    _, ((query, key, value), index, *_), _ = recorded_calls(monkeypatch)[0]
+    step = native.PreparedStep(index.under(index.key_cov.shape[1] - 1), 3.0, 0.25).attend
+    query, key, value = query[:, :, -1:], key[None], value[None]
     calls = []
     monkeypatch.setattr(native, "call_library", lambda *arguments: calls.append(arguments))
     step(query, key, value, 6, 99)
@@ -285,7 +295,7 @@ def test_a_step_that_does_not_fit_is_refused(monkeypatch):
         refused(step, wrong, key, value, 6, 99)
     for wrong in ((key.double(), value), (key[:, :0], value), (key, value[..., :16]), (key, value[:, :, :-1])):
         refused(step, query, *wrong, 6, 99)
-    refused(step, query, key[:, :, :90], value[:, :, :90], 6, 80, match="tables must be of 90 keys")
+    refused(step, query, key[:, :, :90], value[:, :, :90], 6, 80, match="the key index must be of 90 keys")
     for place in ((0, 99), (-1, 99), (99, 99), (6, -1), (6, 151)):
         refused(step, query, key, value, *place)
     assert not calls

@@ -26,7 +26,7 @@ from routed_checks import differing_queries
 
 from prescore import Routed, prescored_attention
 from prescore.routed import reference
-from prescore.routed.decode import RoutedIndex
+from prescore.routed.decode import StepAttention
 from prescore.types import Attended
 
 KINDS = ("whole", "not causal", "gradients", "chunk", "step", "steps", "left padding", "right padding")
@@ -101,7 +101,7 @@ def run(draw, device):
     mask = None if mask is None else mask.to(device)
     with torch.set_grad_enabled(kind == "gradients"):
         if kind in ("step", "steps"):
-            index = RoutedIndex(config, scale=query.shape[-1] ** -0.5)
+            index = StepAttention(config, scale=query.shape[-1] ** -0.5)
             got = index.attend(*given, backend="triton")
             ran = index.stats.get("backend", "nothing is far")
         else:

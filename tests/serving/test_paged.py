@@ -98,8 +98,8 @@ def test_a_cached_prefix_uses_the_key_index_again(monkeypatch):
     table = []
     server.step([(table, first, 0, 1400)])
     assert [key.number for key in server.paged.chunks] == [0, 1, 2, 3]
-    built, build = [], native.build_clusters
-    monkeypatch.setattr(native, "build_clusters", lambda *given: built.append(given[3:]) or build(*given))
+    built, build = [], native.build_index
+    monkeypatch.setattr(native, "build_index", lambda *given: built.append(given[3:]) or build(*given))
     second = make_text(1, prefix=first, shared=8 * BLOCK)
     shared = table[:8]
     (outputs,) = server.step([(shared, second, 8 * BLOCK, 400)])

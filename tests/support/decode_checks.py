@@ -6,7 +6,7 @@ from oracles.inputs import attention_tensors
 from routed_checks import attend
 
 from prescore import Routed
-from prescore.routed.decode import RoutedIndex
+from prescore.routed.decode import StepAttention
 
 SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 NATIVE = Routed(min_weight=1 / 16, cluster_size=16, chunk_size=32, sinks=3, exact_until=0)
@@ -21,7 +21,7 @@ def tensors(length=150, *, config=SMALL, batch=2, seed=0):
 
 
 def index_of(config=SMALL, **options):
-    return RoutedIndex(config, scale=SCALE, **options)
+    return StepAttention(config, scale=SCALE, **options)
 
 
 def step(index, inputs, length=None, **options):

@@ -47,7 +47,7 @@ def pytest_configure(config):
 
     for module in (attention, routed, native, plain, decode):
         wrap_all(module)
-    for kind in (decode.RoutedIndex, native.PreparedStep):
+    for kind in (decode.StepAttention, native.PreparedStep):
         wrap_all(kind)
     routed._RoutedAttention.backward = staticmethod(wrap(routed._RoutedAttention.backward))
     for name in ("prescored_attention", "exact_attention", "hyper_attention", "score", "select"):

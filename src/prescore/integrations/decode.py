@@ -22,8 +22,9 @@ from prescore.config import Config, Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.ops.operators import accumulation_dtype, pick_operator
 from prescore.rng import DEFAULT_SEED, Streams
-from prescore.routed.backends import auto_config
-from prescore.routed.decode import GrowingClusters, RoutedIndex
+from prescore.routed.backends import auto_config, build_index
+from prescore.routed.decode import StepAttention
+from prescore.routed.index import GrowingIndex
 from prescore.routed.layout import why_exact
 from prescore.selected.plan import make_plan
 from prescore.types import Reads, Result
@@ -51,7 +52,7 @@ class Request(NamedTuple):
     scale: float | None = None
     dropout: float = 0.0
     seed: int = DEFAULT_SEED
-    key_index: GrowingClusters | None = None
+    key_index: GrowingIndex | None = None
     backend: str = "auto"
 
 
@@ -134,8 +135,8 @@ class LayerCache:
         self.evicted = False
         self.valid: Tensor | None = None
         self.request: Request | None = None
-        self._index: tuple[tuple[Config, str, float | None], RoutedIndex] | None = None
-        self._prompt_index: GrowingClusters | None = None
+        self._index = GrowingIndex(build_index)
+        self._steps: tuple[tuple[Config, str, float | None], StepAttention] | None = None
 
     @property
     def held(self) -> KVBuffer | None:
@@ -172,7 +173,7 @@ class LayerCache:
             n_earlier = min(n_earlier, self.selection.n_selected_from + self.selection.n_since)
         if _masks_differ(self.valid, keys.valid, n_earlier):  # the selection and the key index are of other keys
             self.drop_selection("the attention mask of earlier tokens changed")
-            self._index = None
+            self._steps, self._index = None, GrowingIndex(build_index)
         self.valid, self.request = keys.valid, request
         if (self.evict or self.refresh_every) and not keeps_selection(request.config):
             setting = "evict=True" if self.evict else f"refresh_every={self.refresh_every}"
@@ -189,16 +190,16 @@ class LayerCache:
             output = selection.attend(query, request.scale, request.dropout)
             return Step(OVER_SELECTION, Result(output, output.new_empty(0), selection.count_reads(n_query)))
         self.require_all_keys()
-        index = self._routed_index(query, keys, request)
-        if isinstance(index, str):
-            return Step(OVER_ALL, None, index)
+        steps = self._routed_steps(query, keys, request)
+        if isinstance(steps, str):
+            return Step(OVER_ALL, None, steps)
         with without_autocast(query, keys.key, keys.value) as tensors:
-            attended = index.attend(*tensors, backend=request.backend)
-        reads = index.reads
-        return Step(OVER_CLUSTERS, Result(*attended, lambda: reads, index.stats))
+            attended = steps.attend(*tensors, backend=request.backend)
+        reads = steps.reads
+        return Step(OVER_CLUSTERS, Result(*attended, lambda: reads, steps.stats))
 
-    def prompt_index(self, keys: CachedKeys, request: Request) -> GrowingClusters | None:
-        """The key index of the prompt so far, which its next chunk extends and the first step takes over.
+    def prompt_index(self, keys: CachedKeys, request: Request) -> GrowingIndex | None:
+        """The key index of the tokens so far, which the next chunk of the prompt extends, as steps do.
 
         None where it would not be that of the keys: padding, gradients, or another kind of attention.
         """
@@ -206,8 +207,7 @@ class LayerCache:
             return None
         if keys.valid is not None or request.dropout or records_gradients(keys.key, keys.value):
             return None
-        self._index, self._prompt_index = None, self._prompt_index or GrowingClusters()
-        return self._prompt_index
+        return self._index
 
     def select(self, keys: CachedKeys | None = None, request: Request | None = None) -> None:
         """Make the selection now instead of at the first step, where steps will need one; or complete it.
@@ -250,17 +250,11 @@ class LayerCache:
             self.buffer.crop(n_tokens)
         if self.selection is not None:
             self.selection.crop(n_tokens - self.selection.n_selected_from)
-        self._prompt_index = None
-        if self._index is not None:
-            self._index[1].crop(n_tokens)
+        (self._index if self._steps is None else self._steps[1]).crop(n_tokens)
 
     def take(self, sequences: Tensor) -> None:
         """Keep these sequences of the batch, in this order; an index may occur several times."""
-        self._prompt_index = None
-        if self._index is not None and self.held is not None and len(sequences) == self.held.key.shape[0]:
-            self._index[1].reorder(sequences)
-        else:
-            self._index = None
+        (self._index if self._steps is None else self._steps[1]).reorder(sequences)
         if self.selection is not None:
             self.selection.buffer.take(sequences)
         if self.buffer is not None:
@@ -288,8 +282,8 @@ class LayerCache:
             self.buffer = None
         return self.selection
 
-    def _routed_index(self, query: Tensor, keys: CachedKeys, request: Request) -> RoutedIndex | str:
-        """The clusters that new queries choose from, or why they read every key instead."""
+    def _routed_steps(self, query: Tensor, keys: CachedKeys, request: Request) -> StepAttention | str:
+        """What attends for new queries, or why they read every key instead."""
         config = request.config
         made_for = (config, request.backend, request.scale)
         if not isinstance(config, Routed) or not self._owned:
@@ -298,8 +292,8 @@ class LayerCache:
             return ""
         if request.dropout or records_gradients(query, keys.key, keys.value):
             return "the key index has neither dropout nor gradients"
-        if self._index is not None and self._index[0] == made_for and keys.valid is None:
-            return self._index[1]
+        if self._steps is not None and self._steps[0] == made_for and keys.valid is None:
+            return self._steps[1]
         if request.backend == "auto":
             effective, reason = auto_config(query, keys.key, keys.value, config, is_causal=True)
             if isinstance(effective, Exact):
@@ -311,11 +305,11 @@ class LayerCache:
             position = torch.arange(keys.n_keys, dtype=torch.int64, device=start.device)
             if not torch.equal(keys.valid, position >= start[:, None]):
                 return "there is padding after or between real keys"  # positions are not those of the clusters
-        if self._index is None or self._index[0] != made_for:
-            grown, self._prompt_index = self._prompt_index if start is None else None, None
+        if self._steps is None or self._steps[0] != made_for:
             scale = float(query.shape[-1] ** -0.5 if request.scale is None else request.scale)
-            self._index = (made_for, RoutedIndex(config, scale=scale, start=start, grown=grown))
-        return self._index[1]
+            index = self._index if start is None else None
+            self._steps = (made_for, StepAttention(config, scale=scale, start=start, index=index))
+        return self._steps[1]
 
 
 def warn_once(text: str, warned: set[str]) -> None:

@@ -25,12 +25,11 @@ from prescore.call import Call
 from prescore.config import Routed
 from prescore.ops.operators import accumulation_dtype, readable
 from prescore.ops.parts import fold_lse_gradient
-from prescore.routed import native, plain, reference, triton
-from prescore.routed.backends import pick_backend
-from prescore.routed.decode import GrowingClusters, of_heads
-from prescore.routed.layout import N_DIFFERENTIABLE, Layout, RoutedKeys, View, make_layout, why_exact
+from prescore.routed import native, plain, reference
+from prescore.routed.backends import BACKENDS, build_index, pick_backend
+from prescore.routed.index import SUMMED, GrowingIndex, KeyIndex
+from prescore.routed.layout import Layout, View, make_layout, why_exact
 from prescore.routed.native.library import loaded_level
-from prescore.routed.reference import Clusters
 from prescore.types import Attended, Reads, Result, Selection, Values
 
 KEY_NUMBERS_AT_ONCE = 2**22
@@ -39,7 +38,6 @@ KEY_NUMBERS_ON_DEVICE = 2**27
 """The same for kernels: a launch should fill the device."""
 MAX_EXPONENT = 80.0
 """Bound on an exponent whose exponential would overflow float32."""
-_BACKENDS = {"native": native, "triton": triton, "plain": plain}
 _MEANS = ("keys_per_query", "centroids_per_query", "keys_compared", "far_keys_read")
 
 
@@ -242,9 +240,10 @@ def _attend(call: Call, config: Routed) -> _Part:
         index, n_done = _kept_index(call, layout, backend), 0
         for batch in _head_batches(call, n_apart, backend):
             view = _view(call, batch, layout, config, f"heads {len(parts)}", backend)
-            some, n_done = slice(n_done, n_done + len(batch.key)), n_done + len(batch.key)
-            keys = _routed_keys(batch, layout, backend, None if index is None else of_heads(index, some))
-            output, lse, count = _RoutedAttention.apply(view, batch.query, *keys)  # type: ignore[no-untyped-call]
+            heads, n_done = slice(n_done, n_done + len(batch.key)), n_done + len(batch.key)
+            seen = _built_index(batch, layout, backend) if index is None else index.map(partial(_of_heads, heads))
+            inputs = (batch.query, batch.key, batch.value, *seen.tensors().values())
+            output, lse, count = _RoutedAttention.apply(view, *inputs)  # type: ignore[no-untyped-call]
             parts.append((output, lse))
             counts += count
         results.append(_all_heads(call, parts))
@@ -337,44 +336,48 @@ def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: 
     )  # fmt: skip
 
 
-def _kept_index(call: Call, layout: Layout, backend: str) -> Clusters | None:
+def _kept_index(call: Call, layout: Layout, backend: str) -> KeyIndex | None:
     """The key index that a cache keeps from chunk to chunk of a prompt; None = there is none."""
-    if not isinstance(call.key_index, GrowingClusters) or backend == "plain" or not layout.causal:
+    if not isinstance(call.key_index, GrowingIndex) or backend == "plain" or not layout.causal:
         return None
     if records_gradients(call.key, call.value):
         return None
     key, value = (readable(tensor) for tensor in (call.key, call.value))
-    return call.key_index.extended(key, value, layout, backend)
+    index = call.key_index.extend(key, value, layout, backend, layout.fewest_chunks)
+    # no query reads the covariances of fewer chunks
+    n_unknown = index.positions.shape[1] // layout.clusters_per_chunk - index.key_cov.shape[1]
+    key_cov, key_value_cov = (
+        pad(t, (0, 0, 0, 0, n_unknown, 0)) if n_unknown else t for t in (index.key_cov, index.key_value_cov)
+    )
+    return replace(index, key_cov=key_cov, key_value_cov=key_value_cov)
 
 
-def _routed_keys(batch: _HeadBatch, layout: Layout, backend: str, index: Clusters | None) -> RoutedKeys:
-    """The keys of a batch with their key index, built where none is given."""
-    if index is None:
-        build = reference.build_clusters
-        if backend == "native" and native.can_build(batch.key, batch.value, layout):
-            build = native.build_clusters
-        index = build(batch.key, batch.value, layout, layout.sinks, layout.n_chunks)
-    key_cov, key_value_cov = index.key_cov, index.key_value_cov
+def _of_heads(heads: slice, tensor: Tensor) -> Tensor:
+    return tensor[heads]
+
+
+def _built_index(batch: _HeadBatch, layout: Layout, backend: str) -> KeyIndex:
+    """The key index of a batch, under the covariances that its queries read."""
+    index = build_index(batch.key, batch.value, layout, 0, backend)
+    covs = (index.key_cov, index.key_value_cov)
     if layout.causal:
-        key_cov, key_value_cov = (reference.mean_of_prefixes(t) for t in (key_cov, key_value_cov))
+        key_cov, key_value_cov = (reference.mean_of_prefixes(t) for t in covs)
     else:  # all queries of a KV head see the same chunks
         counts = layout.full_chunks(batch.valid, len(batch.key), batch.key.device)
-        key_cov, key_value_cov = (reference.mean_of_first(t, counts) for t in (key_cov, key_value_cov))
-    sinks = (batch.key[:, : layout.sinks], batch.value[:, : layout.sinks])
-    centroids = (index.key, index.value, key_cov, key_value_cov)
-    quantized = (*index.int8, *index.sub_int8, index.spread, index.radius)
-    return RoutedKeys(batch.key, batch.value, *sinks, *centroids, index.positions, *quantized)
+        key_cov, key_value_cov = (reference.mean_of_first(t, counts) for t in covs)
+    return replace(index, key_cov=key_cov, key_value_cov=key_value_cov)
 
 
 class _RoutedAttention(torch.autograd.Function):
     """Forward and backward of a batch; nothing is saved but inputs, result and thresholds."""
 
     @staticmethod
-    def forward(ctx: Any, view: View, query: Tensor, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-        keys = RoutedKeys(*tensors)
-        attended, threshold, counts = _BACKENDS[view.backend].forward(query, keys, view)
+    def forward(
+        ctx: Any, view: View, query: Tensor, key: Tensor, value: Tensor, *fields: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attended, threshold, counts = BACKENDS[view.backend].forward(query, key, value, KeyIndex(*fields), view)
         output = attended.output.to(query.dtype)
-        ctx.save_for_backward(query, *tensors, output, attended.lse, threshold)
+        ctx.save_for_backward(query, key, value, *fields, output, attended.lse, threshold)
         ctx.view = view
         ctx.mark_non_differentiable(counts)
         ctx.set_materialize_grads(False)
@@ -383,24 +386,33 @@ class _RoutedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
-        query, *tensors, output, lse, threshold = ctx.saved_tensors  # once: checkpointing forbids a second look
-        keys, view, wide = RoutedKeys(*tensors), ctx.view, accumulation_dtype(query.dtype)
+        # once: checkpointing forbids a second look
+        query, key, value, *fields, output, lse, threshold = ctx.saved_tensors
+        inputs, index, view, wide = (
+            (query, key, value),
+            KeyIndex(*fields),
+            ctx.view,
+            accumulation_dtype(query.dtype),
+        )
         if grad is None and grad_lse is None:
-            return (None,) * (2 + len(keys))
+            return (None,) * (4 + len(fields))
         if grad is None:
             grad = torch.zeros_like(output)
         if grad_lse is not None:
             grad, output = fold_lse_gradient(grad.to(wide), output.to(wide), grad_lse)
         merged = Attended(output, lse)
-        inputs = [query, *keys[:N_DIFFERENTIABLE]]
+        by_name = {"query": query, "key": key, "value": value, **index.tensors()}
         # contiguous, whatever the inputs are: native code adds to them by place
-        sums = [torch.zeros(t.shape, dtype=wide, device=t.device) for t in inputs]
+        sums = {
+            name: torch.zeros(by_name[name].shape, dtype=wide, device=query.device)
+            for name in ("query", "key", "value", *SUMMED)
+        }
         far = native if view.backend == "native" else plain  # kernels have no backward pass
-        grad_threshold = far.add_far_gradients(grad, query, keys, view, merged, threshold, sums)
+        grad_threshold = far.add_far_gradients(grad, inputs, index, view, merged, threshold, sums)
         grad, merged = _through_threshold(grad, merged, threshold + view.log_inverse, grad_threshold)
-        plain.add_local_gradients(grad, query, keys, view, merged, sums[:3])
-        grads = [total.to(t.dtype) for total, t in zip(sums, inputs, strict=True)]
-        return None, *grads, *(None,) * (len(keys) - N_DIFFERENTIABLE)
+        plain.add_local_gradients(grad, inputs, view, merged, sums)
+        grads = (sums[name].to(t.dtype) if name in sums else None for name, t in by_name.items())
+        return None, *grads
 
 
 def _through_threshold(

@@ -1,13 +1,18 @@
-"""Which backend runs the far keys of a `Routed`: `native`, `triton` or `plain`."""
+"""Which backend runs the far keys of a `Routed`, and builds their key index: `native`, `triton` or `plain`."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import Tensor
 
 from prescore.config import Exact, Routed
-from prescore.routed import native, triton
-from prescore.routed.layout import make_layout, why_exact
+from prescore.routed import native, plain, reference, triton
+from prescore.routed.index import KeyIndex
+from prescore.routed.layout import Layout, make_layout, why_exact
 from prescore.routed.native import library
+
+BACKENDS = {"native": native, "triton": triton, "plain": plain}
 
 
 def pick_backend(name: str, query: Tensor, value_dim: int, cluster_size: int) -> str:
@@ -57,3 +62,17 @@ def auto_config(
     if not why_exact(config, *sizes, is_causal=is_causal):
         return config, ""
     return Exact(), f"triton: up to {config.exact_until} keys exact attention is faster on {target}, by a model"
+
+
+def build_index(key: Tensor, value: Tensor, layout: Layout, n_done: int, backend: str) -> KeyIndex:
+    """The key index of the far chunks after the first `n_done`, of keys `[T, N, D]` or `[B, Hkv, N, D]`."""
+    begin, n_chunks = layout.sinks + n_done * layout.chunk_size, layout.n_chunks - n_done
+    if backend == "native" and native.can_build(key, value, layout):
+        return native.build_index(key, value, layout, begin, n_chunks)
+    if key.ndim == 3:
+        return reference.build_index(key, value, layout, begin, n_chunks)
+    # keys outside of these chunks are not copied
+    chunks, sinks = slice(begin, begin + n_chunks * layout.chunk_size), slice(layout.sinks)
+    cut = [t[:, :, some].flatten(0, 1) for some in (chunks, sinks) for t in (key, value)]
+    index = reference.build_index(cut[0], cut[1], layout, 0, n_chunks)
+    return replace(index, positions=index.positions + begin, sink_key=cut[2], sink_value=cut[3])

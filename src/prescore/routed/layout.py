@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +65,11 @@ class Layout:
         end = max(self.sinks + 2 * self.chunk_size, self.exact_until) if self.causal else 0
         return max(0, min(end - self.first, self.n_query))
 
+    @property
+    def fewest_chunks(self) -> int:
+        """Causal: how many chunks the first query sees that sees any."""
+        return (self.first + self.n_exact - self.sinks) // self.chunk_size - 1
+
     def far_chunks(self, position: Tensor) -> Tensor:
         """How many chunks are far for a query at this position."""
         if not self.causal:
@@ -109,44 +113,6 @@ def why_exact(config: Routed, n_query: int, n_keys: int, *, is_causal: bool) -> 
     return f"no longer than sinks and {'two chunks' if is_causal else 'a chunk'} of {config.chunk_size}"
 
 
-class RoutedKeys(NamedTuple):
-    """What the queries of `T` KV heads can read: `N` keys, `S` sinks, `M` clusters of `L` keys.
-
-    Attributes:
-        key, value: `[T, N, D]`, `[T, N, Dv]` all keys and values.
-        sink_key, sink_value: `[T, S, D]`, `[T, S, Dv]`.
-        centroid_key, centroid_value: `[T, M, D]`, `[T, M, Dv]` in the accumulation dtype.
-        key_cov: `[T, C, D, D]` covariance of keys within clusters, averaged over the first 1 to `C` chunks, or
-            over all where `C` is 1.
-        key_value_cov: `[T, C, D, Dv]` covariance of keys and values, likewise.
-        positions: `[T, M, L]` where the keys of each cluster are.
-        numbers, scales: Int8 keys of the clusters, `[T, M, L, D]` and `[T, M, L]`.
-        sub_numbers, sub_scales: Centroids of the subclusters, `[T, M, S, D]` and `[T, M, S]`.
-        spread: `[T, M, S]` root of the mean squared distance of a subcluster's keys from their centroid.
-        radius: `[T, M]` the largest such root in a cluster, of distances from its centroid.
-    """
-
-    key: Tensor
-    value: Tensor
-    sink_key: Tensor
-    sink_value: Tensor
-    centroid_key: Tensor
-    centroid_value: Tensor
-    key_cov: Tensor
-    key_value_cov: Tensor
-    positions: Tensor
-    numbers: Tensor
-    scales: Tensor
-    sub_numbers: Tensor
-    sub_scales: Tensor
-    spread: Tensor
-    radius: Tensor
-
-
-N_DIFFERENTIABLE = 8
-"""The first fields of `RoutedKeys`: gradients reach them."""
-
-
 @dataclass(frozen=True, eq=False)
 class View:
     """What each query of some KV heads sees; the query heads of a KV head share their positions.
@@ -186,3 +152,30 @@ class View:
     def covariance(self, n_clusters: int) -> int:
         """Which covariance belongs to so many visible clusters."""
         return (n_clusters - 1) // self.clusters_per_cov
+
+
+def make_view(
+    layout: Layout,
+    n_heads: int,
+    n_query: int,
+    log_inverse: float,
+    scale: float,
+    operator: Operator,
+    backend: str,
+) -> View:
+    """What the last `n_query` queries of a causal call see, or the queries of a full one; without padding."""
+    if layout.causal:
+        position = torch.arange(layout.n_keys - n_query, layout.n_keys, dtype=torch.int64, device="cpu")
+        stop = position + 1
+    else:
+        position = torch.arange(n_query, dtype=torch.int64, device="cpu")
+        stop = torch.full_like(position, layout.n_keys)
+    chunks = layout.far_chunks(position)
+    start = (layout.sinks + chunks * layout.chunk_size).masked_fill(chunks == 0, 0)
+    n_clusters, start, stop = (
+        t.to(torch.int32).expand(n_heads, n_query).contiguous()
+        for t in (chunks * layout.clusters_per_chunk, start, stop)
+    )
+    clusters_per_cov = layout.clusters_per_chunk * (1 if layout.causal else layout.n_chunks)
+    options = (layout.causal, layout.chunk_size, clusters_per_cov, log_inverse, scale, operator, backend)
+    return View(n_clusters, start, stop, *options)

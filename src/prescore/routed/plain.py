@@ -14,7 +14,7 @@ wait for. There all far keys of a block are columns of matrix products, with wei
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,15 +24,14 @@ from torch.nn.functional import embedding_bag, pad
 from prescore.devices import upload
 from prescore.ops.dropout import Dropout
 from prescore.ops.operators import Operator, Tile, accumulation_dtype
-from prescore.routed.layout import RoutedKeys, View
+from prescore.routed.index import SUMMED, KeyIndex
+from prescore.routed.layout import View
 from prescore.routed.reference import (
     QUERY_MAX,
     SUBCLUSTER,
-    FarKeys,
     FarLogits,
     FarTerms,
     Hits,
-    Int8Keys,
     exact_margin,
     far_logits,
     far_peak,
@@ -49,33 +48,36 @@ LOGITS_AT_ONCE = 2**23
 """Int8 logits of a block; a block of one query per head may have more."""
 
 
-class Block(NamedTuple):
-    """Queries of all query heads of one KV head that see the same clusters.
+class HeadQueries(NamedTuple):
+    """Queries of all query heads of one KV head that see the same clusters, and what they see.
 
     Attributes:
-        place: Where they are in a tensor `[T, G, n, ...]`.
-        far: What they see beyond their local keys, in the accumulation dtype.
+        rows: Where they are in a tensor `[T, G, n, ...]`.
+        key, value: `[N, D]`, `[N, Dv]` of the KV head, in the accumulation dtype.
+        seen: The key index of the KV head, as far as they see it.
         dequantized: `[M * L, D]` the int8 keys as numbers.
-        scratch: `[t * M * L]` memory for their int8 logits, used again by the next block.
+        scratch: `[t * M * L]` memory for their int8 logits, used again by the next ones.
         covariance: Which one belongs to them.
         dropout: Of their far keys.
     """
 
-    place: tuple[int, slice, slice]
-    far: FarKeys
+    rows: tuple[int, slice, slice]
+    key: Tensor
+    value: Tensor
+    seen: KeyIndex
     dequantized: Tensor
     scratch: Tensor
     covariance: int
     dropout: Dropout | None
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        """`[T, G, n, ...]` -> `[t, ...]`, those of the block."""
-        return tensor[self.place].flatten(0, 1)
+    def take(self, tensor: Tensor) -> Tensor:
+        """`[T, G, n, ...]` -> `[t, ...]`, those of these queries."""
+        return tensor[self.rows].flatten(0, 1)
 
     def put(self, into: Tensor, rows: Tensor) -> None:
         """The way back."""
-        own = into[self.place]
-        own.copy_(rows.view(own.shape))
+        target = into[self.rows]
+        target.copy_(rows.view(target.shape))
 
 
 class Search(NamedTuple):
@@ -123,15 +125,15 @@ class Search(NamedTuple):
         return embedding_bag(self.hits.position, table, self.first, mode="sum", per_sample_weights=weights)
 
     def gradients(
-        self, query: Tensor, block: Block, shift: Tensor, grad: Tensor, grad_mass: Tensor
+        self, query: Tensor, block: HeadQueries, shift: Tensor, grad: Tensor, grad_mass: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries `[t, D]`, and of keys and values of all clusters `[M * L, ...]`, by the keys read.
 
         The weight of a key read is `w = exp(logit - shift)`, the gradient of its logit `w (grad . v + grad_mass)`.
         """
-        far, weights = block.far, self.weights(shift)
+        index, weights = block.seen, self.weights(shift)
         dropped = weights * _factors(block, weights)
-        members = far.value.index_select(0, far.positions.view(-1))
+        members = block.value.index_select(0, index.positions.view(-1))
         dense = block.scratch[: len(query) * len(members)].view(len(query), -1)
         torch.mm(grad, members.t(), out=dense)
         by_logit = dropped * dense.view(-1).index_select(0, self.pairs)
@@ -140,7 +142,7 @@ class Search(NamedTuple):
         for numbers, rows in ((by_logit, query), (dropped, grad)):
             dense.zero_().view(-1).index_copy_(0, self.pairs, numbers)
             parts.append(dense.t() @ rows)
-        return self.sum_rows(far.key, by_logit), parts[0], parts[1]
+        return self.sum_rows(block.key, by_logit), parts[0], parts[1]
 
 
 class DenseSearch(NamedTuple):
@@ -148,13 +150,13 @@ class DenseSearch(NamedTuple):
 
     Attributes:
         logits: `[t, M * L]` that enter the softmax, -inf where a key is not read.
-        places: `[M * L]` positions of the keys.
+        positions: `[M * L]` of the keys.
         per_cluster: `[t, M]` keys read of each cluster.
         n_compared: Int8 keys and centroids of subclusters that were compared.
     """
 
     logits: Tensor
-    places: Tensor
+    positions: Tensor
     per_cluster: Tensor
     n_compared: Tensor
 
@@ -178,57 +180,65 @@ class DenseSearch(NamedTuple):
 
     def sum_rows(self, table: Tensor, weights: Tensor) -> Tensor:
         """See `Search`."""
-        return weights @ table.index_select(0, self.places)
+        return weights @ table.index_select(0, self.positions)
 
     def gradients(
-        self, query: Tensor, block: Block, shift: Tensor, grad: Tensor, grad_mass: Tensor
+        self, query: Tensor, block: HeadQueries, shift: Tensor, grad: Tensor, grad_mass: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Search`."""
         weights = self.weights(shift)
         dropped = weights * _factors(block, weights)
-        by_logit = dropped * (grad @ block.far.value.index_select(0, self.places).t())
+        by_logit = dropped * (grad @ block.value.index_select(0, self.positions).t())
         by_logit += weights * grad_mass[:, None]
-        return self.sum_rows(block.far.key, by_logit), by_logit.t() @ query, dropped.t() @ grad
+        return self.sum_rows(block.key, by_logit), by_logit.t() @ query, dropped.t() @ grad
 
 
-def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tensor, Tensor]:
-    """Result of `query [T, G, n, D]`, each query's threshold, and counts: keys compared, far keys read."""
-    return add_far(query, keys, view, attend_local(query, keys, view))
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, index: KeyIndex, view: View
+) -> tuple[Attended, Tensor, Tensor]:
+    """Attention of `query [T, G, n, D]` over keys and values `[T, N, ...]` with their key index.
+
+    Returns:
+        The result, each query's threshold, and counts: keys compared, far keys read.
+    """
+    return add_far(query, key, value, index, view, attend_local(query, key, value, view))
 
 
-def add_far(query: Tensor, keys: RoutedKeys, view: View, local: Attended) -> tuple[Attended, Tensor, Tensor]:
+def add_far(
+    query: Tensor, key: Tensor, value: Tensor, index: KeyIndex, view: View, local: Attended
+) -> tuple[Attended, Tensor, Tensor]:
     """`forward` of queries that have read their local keys already; `local` is overwritten with the result."""
     output, lse = local
-    threshold = torch.full_like(lse, torch.inf)
+    thresholds = torch.full_like(lse, torch.inf)
     counts = torch.zeros(2, dtype=torch.int64, device=query.device)
-    for block in far_blocks(query, keys, view):
-        scaled, local_lse, far = block.rows(query).to(lse.dtype) * view.scale, block.rows(lse), block.far
-        logits = far_logits(scaled, far)
-        own_threshold = logit_threshold(logits, far, view.log_inverse, local_lse)
-        found = search(scaled, block, logits, own_threshold, view.log_inverse)
-        terms = far_terms(scaled, far, logits, own_threshold, found.per_cluster)
-        peak = found.peak(terms, local_lse)
-        total, mass = far_sums(terms, peak, far, block.dropout)
-        weights = found.weights(peak)
+    for block in far_blocks(query, key, value, index, view):
+        scaled, local_lse, seen = block.take(query).to(lse.dtype) * view.scale, block.take(lse), block.seen
+        logits = far_logits(scaled, seen)
+        threshold = logit_threshold(logits, seen, view.log_inverse, local_lse)
+        hits = search(scaled, block, logits, threshold, view.log_inverse)
+        terms = far_terms(scaled, seen, logits, threshold, hits.per_cluster)
+        peak = hits.peak(terms, local_lse)
+        total, mass = far_sums(terms, peak, seen, block.dropout)
+        weights = hits.weights(peak)
         local_mass = torch.exp(local_lse - peak)
-        mass = found.add_mass(mass + local_mass, weights)
-        total += found.sum_rows(far.value, weights * _factors(block, weights))
-        total += block.rows(output) * local_mass[:, None]
+        mass = hits.add_mass(mass + local_mass, weights)
+        total += hits.sum_rows(block.value, weights * _factors(block, weights))
+        total += block.take(output) * local_mass[:, None]
         block.put(output, total / mass.masked_fill(mass == 0, 1.0)[:, None])
         block.put(lse, peak + mass.log())
-        block.put(threshold, own_threshold)
-        counts[0] += found.n_compared
-        counts[1] += found.n_read
-    return Attended(output, lse), threshold, counts
+        block.put(thresholds, threshold)
+        counts[0] += hits.n_compared
+        counts[1] += hits.n_read
+    return Attended(output, lse), thresholds, counts
 
 
 def search(
-    query: Tensor, block: Block, logits: FarLogits, threshold: Tensor, log_inverse: float
+    query: Tensor, block: HeadQueries, logits: FarLogits, threshold: Tensor, log_inverse: float
 ) -> Search | DenseSearch:
     """`reference.find_keys` and `reference.hit_logits` of a block; on CPUs exact logits of heavy keys alone."""
-    far, n_query = block.far, len(query)
-    size, n_clusters = far.positions.shape[1], far.positions.shape[0]
-    bounds, n_compared = search_bounds(query, far, logits, threshold, log_inverse)
+    index, n_query = block.seen, len(query)
+    n_clusters, size = index.positions.shape
+    bounds, n_compared = search_bounds(query, index, logits, threshold, log_inverse)
     numbers, scales = quantize(query, QUERY_MAX)
     offsets = block.scratch[: n_query * n_clusters * size].view(n_query, -1)
     torch.mm(numbers * scales[:, None], block.dequantized.t(), out=offsets)
@@ -236,31 +246,31 @@ def search(
         bounds = bounds.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
     hit = offsets.view(*bounds.shape, -1) >= bounds[..., None]
     if query.device.type != "cpu":
-        places, per_key = far.positions.view(-1), (n_query, n_clusters, size)
+        positions, per_key = index.positions.view(-1), (n_query, n_clusters, size)
         offsets.view(per_key).add_(logits.centroids[..., None])
         heavy = offsets >= (threshold + exact_margin(log_inverse))[:, None]
-        estimates = torch.where(heavy, query @ far.key.index_select(0, places).t(), offsets)
+        estimates = torch.where(heavy, query @ block.key.index_select(0, positions).t(), offsets)
         estimates.masked_fill_(~hit.view(n_query, -1), -torch.inf)
-        return DenseSearch(estimates, places, hit.view(per_key).sum(-1), n_compared)
-    pairs = _places(hit)
+        return DenseSearch(estimates, positions, hit.view(per_key).sum(-1), n_compared)
+    pairs = _set_flags(hit)
     clusters = pairs // size
     per_cluster = torch.bincount(clusters, minlength=n_query * n_clusters).view(n_query, n_clusters)
     counts = per_cluster.sum(1)
     which = torch.repeat_interleave(counts)
     estimates = offsets.view(-1).index_select(0, pairs)
     estimates += logits.centroids.reshape(-1).index_select(0, clusters)
-    position = far.positions.view(-1).index_select(0, pairs - which * (n_clusters * size))
+    position = index.positions.view(-1).index_select(0, pairs - which * (n_clusters * size))
     exact = estimates >= (threshold + exact_margin(log_inverse)).index_select(0, which)
     heavy = exact.nonzero().squeeze(1)
     rows = query.index_select(0, which.index_select(0, heavy))
-    rows *= far.key.index_select(0, position.index_select(0, heavy))
+    rows *= block.key.index_select(0, position.index_select(0, heavy))
     estimates[heavy] = rows.sum(-1)
     return Search(
         Hits(which, position, estimates, exact, per_cluster, n_compared), counts.cumsum(0) - counts, pairs
     )
 
 
-def _places(flags: Tensor) -> Tensor:
+def _set_flags(flags: Tensor) -> Tensor:
     """`[R]` where the flags are set, counted through. Few are, so eight at a time are looked at first."""
     flat = flags.view(-1)
     if flat.shape[0] % 8:
@@ -271,126 +281,108 @@ def _places(flags: Tensor) -> Tensor:
     return some.index_select(0, within >> 3).mul_(8).add_(within & 7)
 
 
-def _factors(block: Block, weights: Tensor) -> Tensor | float:
+def _factors(block: HeadQueries, weights: Tensor) -> Tensor | float:
     """By which dropout multiplies the weights of the keys read."""
     return 1.0 if block.dropout is None else block.dropout.at("rows").factors(tuple(weights.shape), weights)
 
 
 def add_far_gradients(
     grad: Tensor,
-    query: Tensor,
-    keys: RoutedKeys,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    index: KeyIndex,
     view: View,
     merged: Attended,
     threshold: Tensor,
-    sums: list[Tensor],
+    sums: dict[str, Tensor],
 ) -> Tensor:
-    """Add the gradients of the far part to `sums`: of the query and the differentiable fields of `RoutedKeys`.
+    """Add the gradients of the far part to `sums`: of query, key and value (`inputs`) and of fields of the index.
 
     Returns:
         `[T, G, n]`, the gradient of each query's threshold, which local keys have a share in.
     """
-    grad_query, grad_key, grad_value, *grad_columns = sums[:7]
-    grad_key_cov, grad_key_value_cov = sums[7:9]
     wide, grad_threshold = merged.lse.dtype, torch.zeros_like(threshold)
     product = (grad.to(wide) * merged.output.to(wide)).sum(-1)
-    for block in far_blocks(query, keys, view):
-        head, far = block.place[0], block.far
-        scaled, own_threshold, own_grad = (
-            block.rows(query).to(wide) * view.scale,
-            block.rows(threshold),
-            block.rows(grad),
-        )
-        found = search(scaled, block, far_logits(scaled, far), own_threshold, view.log_inverse)
-        lse = block.rows(merged.lse)
+    for block in far_blocks(*inputs, index, view):
+        head, seen = block.rows[0], block.seen
+        scaled, thresholds = block.take(inputs[0]).to(wide) * view.scale, block.take(threshold)
+        hits = search(scaled, block, far_logits(scaled, seen), thresholds, view.log_inverse)
+        lse = block.take(merged.lse)
         shift = lse.masked_fill(torch.isneginf(lse), torch.inf)  # a query that saw nothing: every weight is 0
-        inputs = [
-            t.detach().requires_grad_() for t in (scaled, *far[2:6], far.key_cov, far.key_value_cov, own_threshold)
-        ]
+        leaves = {"query": scaled, "threshold": thresholds, **{name: getattr(seen, name) for name in SUMMED}}
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
         with torch.enable_grad():
-            both = _sums_again(inputs, far, found.per_cluster, view, shift, block.dropout)
-        passed = (own_grad.to(wide), -block.rows(product))
-        grads = torch.autograd.grad(both, inputs, passed)
-        by_query, by_key, by_value = found.gradients(scaled, block, shift, *passed)
-        by_query = ((grads[0] + by_query) * view.scale).view(grad_query[block.place].shape)
-        grad_query[block.place] += by_query
-        for total, part in ((grad_key, by_key), (grad_value, by_value)):
-            total[head].index_add_(0, far.positions.view(-1), part)
-        for total, part in zip(grad_columns, grads[1:5], strict=True):
-            total[head, : part.shape[0]] += part
-        grad_key_cov[head, block.covariance] += grads[5]
-        grad_key_value_cov[head, block.covariance] += grads[6]
-        block.put(grad_threshold, grads[7])
+            both = _sums_again(leaves, seen, hits.per_cluster, view, shift, block.dropout)
+        passed = (block.take(grad).to(wide), -block.take(product))
+        grads = dict(zip(leaves, torch.autograd.grad(both, list(leaves.values()), passed), strict=True))
+        by_query, by_key, by_value = hits.gradients(scaled, block, shift, *passed)
+        by_query = ((grads["query"] + by_query) * view.scale).view(sums["query"][block.rows].shape)
+        sums["query"][block.rows] += by_query
+        for name, part in (("key", by_key), ("value", by_value)):
+            sums[name][head].index_add_(0, seen.positions.view(-1), part)
+        for name in ("sink_key", "sink_value", "centroid_key", "centroid_value"):
+            sums[name][head, : grads[name].shape[0]] += grads[name]
+        for name in ("key_cov", "key_value_cov"):
+            sums[name][head, block.covariance] += grads[name]
+        block.put(grad_threshold, grads["threshold"])
     return grad_threshold
 
 
 def _sums_again(
-    inputs: list[Tensor], far: FarKeys, per_cluster: Tensor, view: View, shift: Tensor, dropout: Dropout | None
+    leaves: dict[str, Tensor],
+    seen: KeyIndex,
+    per_cluster: Tensor,
+    view: View,
+    shift: Tensor,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor]:
     """The sums of the forward pass but for the keys read, as a function of all that gradients reach."""
-    scaled, sink_key, sink_value, key, value, key_cov, key_value_cov, threshold = inputs
-    far = far._replace(sink_key=sink_key, sink_value=sink_value, centroid_key=key, centroid_value=value)
-    far = far._replace(key_cov=key_cov, key_value_cov=key_value_cov)
-    logits = far_logits(scaled, far)
-    threshold = with_gradient(threshold, logits, far, view.log_inverse)
-    return far_sums(far_terms(scaled, far, logits, threshold, per_cluster), shift, far, dropout)
+    seen, query = replace(seen, **{name: leaves[name] for name in SUMMED}), leaves["query"]
+    logits = far_logits(query, seen)
+    threshold = with_gradient(leaves["threshold"], logits, seen, view.log_inverse)
+    return far_sums(far_terms(query, seen, logits, threshold, per_cluster), shift, seen, dropout)
 
 
-def far_blocks(query: Tensor, keys: RoutedKeys, view: View) -> Iterator[Block]:
+def far_blocks(query: Tensor, key: Tensor, value: Tensor, index: KeyIndex, view: View) -> Iterator[HeadQueries]:
     """The queries that see clusters, those of one KV head after the other."""
-    wide, heads_per_kv, last = keys.centroid_key.dtype, query.shape[1], -1
-    key = value = dequantized = scratch = torch.empty(0, dtype=wide, device=query.device)
+    wide, heads_per_kv, last = index.centroid_key.dtype, query.shape[1], -1
+    keys = values = dequantized = scratch = torch.empty(0, dtype=wide, device=query.device)
     for head, queries, n_clusters in view.runs():
         if not n_clusters:
             continue
         if head != last:
-            last, (key, value) = head, (t[head].to(wide).contiguous() for t in (keys.key, keys.value))
-            dequantized = keys.numbers[head].to(wide).mul_(keys.scales[head][..., None]).flatten(0, 1)
-        covariance, n_keys = view.covariance(n_clusters), n_clusters * keys.positions.shape[2]
-        far = FarKeys(
-            key=key,
-            value=value,
-            sink_key=keys.sink_key[head].to(wide),
-            sink_value=keys.sink_value[head].to(wide),
-            centroid_key=keys.centroid_key[head, :n_clusters],
-            centroid_value=keys.centroid_value[head, :n_clusters],
-            positions=keys.positions[head, :n_clusters],
-            int8=Int8Keys(keys.numbers[head, :n_clusters], keys.scales[head, :n_clusters]),
-            sub_int8=Int8Keys(keys.sub_numbers[head, :n_clusters], keys.sub_scales[head, :n_clusters]),
-            spread=keys.spread[head, :n_clusters],
-            radius=keys.radius[head, :n_clusters],
-            key_cov=keys.key_cov[head, covariance],
-            key_value_cov=keys.key_value_cov[head, covariance],
-        )
+            last, (keys, values) = head, (t[head].to(wide).contiguous() for t in (key, value))
+            dequantized = index.int8[head].to(wide).mul_(index.scales[head][..., None]).flatten(0, 1)
+        covariance, n_keys = view.covariance(n_clusters), n_clusters * index.positions.shape[2]
+        seen = index.of_head(head, n_clusters, covariance)
         step = max(1, LOGITS_AT_ONCE // (heads_per_kv * n_keys))
         for start in range(queries.start, queries.stop, step):
             some = slice(start, min(start + step, queries.stop))
             n_logits = heads_per_kv * (some.stop - some.start) * n_keys
             if scratch.shape[0] < n_logits:
                 scratch = torch.empty(n_logits, dtype=wide, device=query.device)
-            dropout = view.operator.at(f"far {head} {start}").dropout
-            yield Block((head, slice(None), some), far, dequantized[:n_keys], scratch, covariance, dropout)
+            rows, dropout = (head, slice(None), some), view.operator.at(f"far {head} {start}").dropout
+            yield HeadQueries(rows, keys, values, seen, dequantized[:n_keys], scratch, covariance, dropout)
 
 
 # --- local keys
 
 
-def attend_local(query: Tensor, keys: RoutedKeys, view: View) -> Attended:
+def attend_local(query: Tensor, key: Tensor, value: Tensor, view: View) -> Attended:
     """Queries `[T, G, n, D]` over their local keys, without the sinks; in the accumulation dtype."""
     wide = accumulation_dtype(query.dtype)
     if not view.causal:
-        tail = _Tail.of(keys, view)
+        tail = _Tail.of(key, value, view)
         if not tail.key.shape[1]:
-            empty = query.new_zeros((*query.shape[:3], keys.value.shape[-1]), dtype=wide)
+            empty = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=wide)
             return Attended(empty, query.new_full(query.shape[:3], -torch.inf, dtype=wide))
         result = view.operator.at("tail").forward(tail.tile(query, view))
         return Attended(result.output.to(wide), result.lse.to(wide))
     grid = _ChunkGrid.of(view)
     blocks = grid.cut(query)  # [T, n_blocks, G, size, D]
-    output = query.new_empty((*blocks.shape[:4], keys.value.shape[-1]), dtype=wide)
+    output = query.new_empty((*blocks.shape[:4], value.shape[-1]), dtype=wide)
     lse = query.new_empty(blocks.shape[:4], dtype=wide)
     for head in range(query.shape[0]):
-        chunks = _Chunks(*(grid.chunks(t[head]) for t in (keys.key, keys.value)))
+        chunks = _Chunks(*(grid.chunks(t[head]) for t in (key, value)))
         for some, rows, operators in grid.strips(view, head):
             tiles = chunks.of(some).tiles(blocks[head, some, :, rows], rows, view.scale)
             window, square = (operator.forward(tile) for operator, tile in zip(operators, tiles, strict=True))
@@ -403,28 +395,25 @@ def attend_local(query: Tensor, keys: RoutedKeys, view: View) -> Attended:
 
 
 def add_local_gradients(
-    grad: Tensor, query: Tensor, keys: RoutedKeys, view: View, merged: Attended, sums: list[Tensor]
+    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], view: View, merged: Attended, sums: dict[str, Tensor]
 ) -> None:
     """Add the gradients of the local keys, under the merged result, to `sums`: of queries, keys and values."""
-    grad_query, grad_key, grad_value = sums
-    dtype = merged.output.dtype
-    if dtype != query.dtype:  # a gradient of lse is folded in, which half precision would round away
-        query, keys = query.to(dtype), keys._replace(key=keys.key.to(dtype), value=keys.value.to(dtype))
-    grad = grad.to(dtype)
+    dtype = merged.output.dtype  # where a gradient of lse is folded in, half precision would round it away
+    grad, query, key, value = (t.to(dtype) for t in (grad, *inputs))
     if not view.causal:
-        tail = _Tail.of(keys, view)
+        tail = _Tail.of(key, value, view)
         if tail.key.shape[1]:
             full = Attended(*(t.contiguous() for t in merged))
             grads = view.operator.at("tail").backward(tail.tile(query, view), grad.contiguous(), full)
-            grad_query += grads.query
-            tail.add(grad_key, grads.key[:, 0])
-            tail.add(grad_value, grads.value[:, 0])
+            sums["query"] += grads.query
+            tail.add(sums["key"], grads.key[:, 0])
+            tail.add(sums["value"], grads.value[:, 0])
         return
     grid = _ChunkGrid.of(view)
     cut = [grid.cut(t) for t in (grad, query, merged.output, merged.lse[..., None])]
     wide = accumulation_dtype(query.dtype)
     for head in range(query.shape[0]):
-        chunks = _Chunks(*(grid.chunks(t[head]) for t in (keys.key, keys.value)))
+        chunks = _Chunks(*(grid.chunks(t[head]) for t in (key, value)))
         by_query = torch.zeros(cut[1][head].shape, dtype=wide, device=query.device)
         totals = _Chunks(*(torch.zeros(t.shape, dtype=wide, device=t.device) for t in chunks))
         for some, rows, operators in grid.strips(view, head):
@@ -436,9 +425,9 @@ def add_local_gradients(
                 total[:-1] += from_window[:, 0, : grid.size]
                 total[1:, : rows.start] += from_window[:, 0, grid.size :]
                 total[1:, rows] += from_square[:, 0]
-        grad_query[head] += grid.joined(by_query[None])[0]
-        for into, total in zip((grad_key, grad_value), totals, strict=True):
-            grid.add(into[head], total)
+        sums["query"][head] += grid.joined(by_query[None])[0]
+        for name, total in zip(("key", "value"), totals, strict=True):
+            grid.add(sums[name][head], total)
 
 
 @dataclass(frozen=True)
@@ -539,16 +528,16 @@ class _Tail(NamedTuple):
     bias: Tensor | None
 
     @classmethod
-    def of(cls, keys: RoutedKeys, view: View) -> _Tail:
+    def of(cls, key: Tensor, value: Tensor, view: View) -> _Tail:
         first, stop = (t[:, :1].long() for t in (view.local_start, view.local_stop))
         position = first + torch.arange(int((stop - first).max()), dtype=torch.int64, device="cpu")
         inside = position < stop
         hidden = None
         if not bool(inside.all()):
-            hidden = torch.zeros(inside.shape, dtype=keys.key.dtype, device="cpu").masked_fill(~inside, -torch.inf)
-            hidden = upload(hidden, keys.key.device)
-        position = upload(position.clamp_max(keys.key.shape[1] - 1), keys.key.device)
-        key, value = (t.gather(1, position[..., None].expand(-1, -1, t.shape[-1])) for t in keys[:2])
+            hidden = torch.zeros(inside.shape, dtype=key.dtype, device="cpu").masked_fill(~inside, -torch.inf)
+            hidden = upload(hidden, key.device)
+        position = upload(position.clamp_max(key.shape[1] - 1), key.device)
+        key, value = (t.gather(1, position[..., None].expand(-1, -1, t.shape[-1])) for t in (key, value))
         return cls(key, value, position, hidden)
 
     def tile(self, query: Tensor, view: View) -> Tile:

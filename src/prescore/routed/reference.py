@@ -1,7 +1,7 @@
 """The specification of `Routed` in plain torch: key index, threshold, search, centroids, softmax.
 
 Every backend computes what this file says; docs/default.md says it in words. The key index is built once, from
-keys and values alone (`build_clusters`). Then each query, with `q` the query times the scale:
+keys and values alone (`build_index`). Then each query, with `q` the query times the scale:
 
 1. estimates the standard deviation `s = sqrt(q' V q)` of the logits within clusters (`far_logits`);
 2. sets a logit threshold, `min_weight` of the attention mass that it can estimate (`logit_threshold`);
@@ -18,7 +18,7 @@ All functions but `search_bounds` and `find_keys`, which make discrete choices, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from torch.nn.functional import softplus
 from prescore.config import Routed
 from prescore.ops.dropout import Dropout
 from prescore.ops.operators import accumulation_dtype
+from prescore.routed.index import KeyIndex
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.tree import bisection_tree
 
@@ -66,18 +67,6 @@ KEY_MAX, QUERY_MAX = 63, 127
 # ------------------------------------------------------------------------------------------------------
 
 
-class Int8Keys(NamedTuple):
-    """Quantized keys: how a key differs from its centroid, as whole numbers from -63 to 63.
-
-    Attributes:
-        numbers: `[..., D]` int8.
-        scales: `[...]` what a unit is worth.
-    """
-
-    numbers: Tensor
-    scales: Tensor
-
-
 def quantize(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Rows `[..., D]` as whole numbers up to `most`, and what a unit is worth, `[...]`."""
     scales = rows.abs().amax(-1) / most
@@ -85,54 +74,28 @@ def quantize(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return numbers, scales
 
 
-def quantize_keys(keys: Tensor) -> Int8Keys:
-    """Int8 keys of `[..., D]`."""
+def quantize_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Int8 keys of `[..., D]`, and what a unit is worth, `[...]`."""
     numbers, scales = quantize(keys, KEY_MAX)
-    return Int8Keys(numbers.to(torch.int8), scales)
+    return numbers.to(torch.int8), scales
 
 
-def int8_logits(queries: Tensor, int8: Int8Keys) -> Tensor:
-    """`[t, D]` queries and `[n]` int8 keys -> estimated logits `[t, n]`. Sums of products are exact in float32."""
+def int8_logits(queries: Tensor, int8: Tensor, key_scales: Tensor) -> Tensor:
+    """Queries `[t, D]` and int8 keys `[n, D]`, units `[n]` -> logits `[t, n]`. Sums are exact in float32."""
     numbers, scales = quantize(queries, QUERY_MAX)
-    products = numbers @ int8.numbers.to(queries.dtype).t()
-    return products * int8.scales.to(queries.dtype) * scales[:, None]
+    products = numbers @ int8.to(queries.dtype).t()
+    return products * key_scales.to(queries.dtype) * scales[:, None]
 
 
 # --- the key index
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Clusters:
-    """The key index of consecutive chunks: `T` KV heads, `C` chunks, `M` clusters of `L` keys.
+def build_index(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> KeyIndex:
+    """The key index of `n_chunks` chunks from position `begin` on, of `key [T, N, D]` and `value [T, N, Dv]`.
 
-    Gradients of centroids and covariances reach keys and values; positions and int8 keys are discrete choices.
-
-    Attributes:
-        positions: `[T, M, L]` where the keys of each cluster are in the sequence, one subcluster after the other.
-        key: `[T, M, D]` centroids of the keys.
-        value: `[T, M, Dv]` centroids of the values.
-        int8: `[T, M, L]` quantized differences of keys and centroids.
-        sub_int8: `[T, M, S]` quantized differences of the subclusters' centroids and the centroids.
-        spread: `[T, M, S]` root of the mean squared distance of a subcluster's keys from their centroid.
-        radius: `[T, M]` the largest such root among the subclusters of a cluster, of distances from its centroid.
-        key_cov: `[T, C, D, D]` covariance of the keys within clusters, chunk by chunk.
-        key_value_cov: `[T, C, D, Dv]` covariance of keys and values within clusters.
+    Gradients of sinks, centroids and covariances reach keys and values; positions and int8 keys are discrete.
     """
-
-    positions: Tensor
-    key: Tensor
-    value: Tensor
-    int8: Int8Keys
-    sub_int8: Int8Keys
-    spread: Tensor
-    radius: Tensor
-    key_cov: Tensor
-    key_value_cov: Tensor
-
-
-def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Clusters:
-    """The key index of `n_chunks` chunks from position `begin` on, of `key [T, N, D]` and `value [T, N, Dv]`."""
     wide, n_heads, dim = accumulation_dtype(key.dtype), key.shape[0], key.shape[-1]
     shape, stop = (n_heads, n_chunks, layout.chunk_size), begin + n_chunks * layout.chunk_size
     with torch.no_grad():
@@ -150,16 +113,23 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
     )
     sub_offset, spread, radius = subclusters(key_offset.detach())
     by_chunk, values_by_chunk = (offset.view(*shape, offset.shape[-1]) for offset in (key_offset, value_offset))
-    return Clusters(
-        positions,
-        centroid_key,
-        centroid_value,
-        quantize_keys(key_offset.detach()),
-        quantize_keys(sub_offset),
-        spread,
-        radius,
-        by_chunk.transpose(2, 3) @ by_chunk / layout.chunk_size,
-        by_chunk.transpose(2, 3) @ values_by_chunk / layout.chunk_size,
+    int8, scales = quantize_keys(key_offset.detach())
+    sub_int8, sub_scales = quantize_keys(sub_offset)
+    key_cov = by_chunk.transpose(2, 3) @ by_chunk / layout.chunk_size
+    return KeyIndex(
+        sink_key=key[:, : layout.sinks],
+        sink_value=value[:, : layout.sinks],
+        centroid_key=centroid_key,
+        centroid_value=centroid_value,
+        key_cov=key_cov,
+        key_value_cov=by_chunk.transpose(2, 3) @ values_by_chunk / layout.chunk_size,
+        positions=positions,
+        int8=int8,
+        scales=scales,
+        sub_int8=sub_int8,
+        sub_scales=sub_scales,
+        spread=spread,
+        radius=radius,
     )
 
 
@@ -178,12 +148,12 @@ def subclusters(offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     the largest such root in each cluster, of distances from its centroid.
     """
     member = torch.arange(offset.shape[2], dtype=torch.int64, device=offset.device) // SUBCLUSTER
-    each = (member == member[::SUBCLUSTER, None]).to(offset.dtype)
-    each = each / each.sum(1, keepdim=True)
-    mean = each @ offset
+    shares = (member == member[::SUBCLUSTER, None]).to(offset.dtype)
+    shares = shares / shares.sum(1, keepdim=True)
+    mean = shares @ offset
     squares = (offset - mean.index_select(2, member)).square().sum(-1)
-    radius = (offset.square().sum(-1) @ each.t()).sqrt().amax(-1)
-    return mean, (squares @ each.t()).sqrt(), radius
+    radius = (offset.square().sum(-1) @ shares.t()).sqrt().amax(-1)
+    return mean, (squares @ shares.t()).sqrt(), radius
 
 
 def mean_of_prefixes(parts: Tensor) -> Tensor:
@@ -211,37 +181,6 @@ def take(tensor: Tensor, positions: Tensor) -> Tensor:
 
 # --- threshold and search
 # -------------------------------------------------------------------------------------------
-
-
-class FarKeys(NamedTuple):
-    """What a block of queries of one KV head sees beyond its local keys: `S` sinks and `M` clusters of `L` keys.
-
-    Attributes:
-        key, value: `[N, D]`, `[N, Dv]` all keys and values of the KV head.
-        sink_key, sink_value: `[S, D]`, `[S, Dv]`.
-        centroid_key, centroid_value: `[M, D]`, `[M, Dv]`.
-        positions: `[M, L]` where the keys of each cluster are, one subcluster after the other.
-        int8: `[M, L]` quantized keys.
-        sub_int8: `[M, S]` quantized centroids of the subclusters.
-        spread: `[M, S]` root of the mean squared distance of a subcluster's keys from their centroid.
-        radius: `[M]` the largest such root in a cluster, of distances from its centroid.
-        key_cov: `[D, D]` covariance of the keys within the visible clusters.
-        key_value_cov: `[D, Dv]` covariance of keys and values.
-    """
-
-    key: Tensor
-    value: Tensor
-    sink_key: Tensor
-    sink_value: Tensor
-    centroid_key: Tensor
-    centroid_value: Tensor
-    positions: Tensor
-    int8: Int8Keys
-    sub_int8: Int8Keys
-    spread: Tensor
-    radius: Tensor
-    key_cov: Tensor
-    key_value_cov: Tensor
 
 
 class FarLogits(NamedTuple):
@@ -282,40 +221,40 @@ def log_inverse_weight(min_weight: float) -> float:
     return -math.log(min_weight) if min_weight < 1 else -math.inf
 
 
-def far_logits(query: Tensor, far: FarKeys) -> FarLogits:
+def far_logits(query: Tensor, index: KeyIndex) -> FarLogits:
     """Logits of sinks and centroids, and `s = sqrt(q' V q)`, of queries `[t, D]` times the scale."""
-    variance = ((query @ far.key_cov) * query).sum(-1, keepdim=True)
+    variance = ((query @ index.key_cov) * query).sum(-1, keepdim=True)
     # bounded before the root, whose slope is infinite at 0; NaN (inf - inf) counts as large
     std = variance.nan_to_num(nan=MAX_STD**2).clamp(MIN_STD**2, MAX_STD**2).sqrt()
-    return FarLogits(query @ far.sink_key.t(), query @ far.centroid_key.t(), std)
+    return FarLogits(query @ index.sink_key.t(), query @ index.centroid_key.t(), std)
 
 
-def _mass_logits(logits: FarLogits, far: FarKeys) -> Tensor:
+def _mass_logits(logits: FarLogits, index: KeyIndex) -> Tensor:
     """`[t, S + M]` log masses that the threshold counts: of sinks, and of all keys of each cluster.
 
     A sum of `L` exponentials of normal numbers around `x` is about `L exp(x + s^2 / 2)`. All far keys count as
     `MASS_KEYS` at most, but at least as `MASS_SHARE` of their number.
     """
     gain = (0.5 * logits.std.square()).clamp_max(MAX_MASS_GAIN)
-    n_clusters, size = far.positions.shape
+    n_clusters, size = index.positions.shape
     share = min(1.0, max(MASS_SHARE, MASS_KEYS / (n_clusters * size)))
     clusters = logits.centroids + math.log(share * size) + gain
     return torch.cat((logits.sinks + math.log(SINK_WEIGHT), clusters), dim=1)
 
 
-def logit_threshold(logits: FarLogits, far: FarKeys, log_inverse: float, local_lse: Tensor) -> Tensor:
+def logit_threshold(logits: FarLogits, index: KeyIndex, log_inverse: float, local_lse: Tensor) -> Tensor:
     """`[t]` the logit above which a far key is read: `min_weight` of the mass estimated before the search.
 
     Args:
         logits: Of the queries.
-        far: What they see.
+        index: What they see.
         log_inverse: `log_inverse_weight(min_weight)`.
         local_lse: `[t]` log-sum-exp of the local keys.
     """
-    return torch.cat((local_lse[:, None], _mass_logits(logits, far)), dim=1).logsumexp(1) - log_inverse
+    return torch.cat((local_lse[:, None], _mass_logits(logits, index)), dim=1).logsumexp(1) - log_inverse
 
 
-def with_gradient(threshold: Tensor, logits: FarLogits, far: FarKeys, log_inverse: float) -> Tensor:
+def with_gradient(threshold: Tensor, logits: FarLogits, index: KeyIndex, log_inverse: float) -> Tensor:
     """Reattach the gradient of a saved threshold with respect to the far logits.
 
     A log-sum-exp moves with each of its terms by the term's share, so the local keys need not be kept for this.
@@ -323,7 +262,7 @@ def with_gradient(threshold: Tensor, logits: FarLogits, far: FarKeys, log_invers
     if log_inverse == -math.inf:
         return threshold  # infinite, whatever the logits are
     mass = (threshold + log_inverse).detach()
-    shares = torch.exp(_mass_logits(logits, far) - mass[:, None]).sum(1)
+    shares = torch.exp(_mass_logits(logits, index) - mass[:, None]).sum(1)
     return threshold + (shares - shares.detach())
 
 
@@ -338,7 +277,7 @@ def exact_margin(log_inverse: float) -> float:
 
 
 def search_bounds(
-    query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, log_inverse: float
+    query: Tensor, index: KeyIndex, logits: FarLogits, threshold: Tensor, log_inverse: float
 ) -> tuple[Tensor, Tensor]:
     """`[t, M, S]` how far above the centroid an int8 logit must lie for a key to be read; NaN = not searched.
 
@@ -349,15 +288,15 @@ def search_bounds(
     found up to `HEAVY_STDS` deviations above its centroid, and the threshold is lowered where its int8 logit may
     lie below it. The second result counts the int8 keys and centroids of subclusters that are compared.
     """
-    size, n_subclusters = far.positions.shape[1], far.spread.shape[1]
+    size, n_subclusters = index.positions.shape[1], index.spread.shape[1]
     margin = heavy_margin(log_inverse)
     reach = (HEAVY_STDS - margin / logits.std).clamp_min(SEARCH_STDS) * logits.std
-    unit = far.key_cov.diagonal().sum().clamp_min(MIN_STD**2).sqrt()
+    unit = index.key_cov.diagonal().sum().clamp_min(MIN_STD**2).sqrt()
     lowered = threshold - (HEAVY_INT8_ERROR * logits.std[:, 0] - margin).clamp_min(0.0)
     distance = lowered[:, None] - logits.centroids
-    near = (reach * (far.radius / unit) >= distance) & (threshold < math.inf)[:, None]
-    offsets = int8_logits(query, Int8Keys(*(part.flatten(0, 1) for part in far.sub_int8)))
-    highest = offsets.view(len(query), *far.spread.shape) + reach[..., None] * (far.spread / unit)
+    near = (reach * (index.radius / unit) >= distance) & (threshold < math.inf)[:, None]
+    offsets = int8_logits(query, index.sub_int8.flatten(0, 1), index.sub_scales.flatten(0, 1))
+    highest = offsets.view(len(query), *index.spread.shape) + reach[..., None] * (index.spread / unit)
     searched = (highest >= distance[..., None]) & near[..., None]
     sizes = torch.full((n_subclusters,), SUBCLUSTER, dtype=torch.int64, device=query.device)
     sizes[-1] += size - SUBCLUSTER * n_subclusters
@@ -365,17 +304,17 @@ def search_bounds(
     return distance[..., None].masked_fill(~searched, math.nan), n_compared
 
 
-def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, log_inverse: float) -> Hits:
+def find_keys(query: Tensor, index: KeyIndex, logits: FarLogits, threshold: Tensor, log_inverse: float) -> Hits:
     """Which far keys queries `[t, D]`, times the scale, read: those whose int8 logits reach the bounds."""
-    size = far.positions.shape[1]
-    bounds, n_compared = search_bounds(query, far, logits, threshold, log_inverse)
-    offsets = int8_logits(query, Int8Keys(*(part.flatten(0, 1) for part in far.int8)))
-    offsets = offsets.view(len(query), *far.positions.shape)
+    size = index.positions.shape[1]
+    bounds, n_compared = search_bounds(query, index, logits, threshold, log_inverse)
+    offsets = int8_logits(query, index.int8.flatten(0, 1), index.scales.flatten(0, 1))
+    offsets = offsets.view(len(query), *index.positions.shape)
     hit = offsets >= bounds.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
-    which, cluster, place = hit.nonzero(as_tuple=True)
+    which, cluster, member = hit.nonzero(as_tuple=True)
     estimates = offsets[hit] + logits.centroids[which, cluster]
     exact = estimates >= threshold.index_select(0, which) + exact_margin(log_inverse)
-    return Hits(which, far.positions[cluster, place], estimates, exact, hit.sum(-1), n_compared)
+    return Hits(which, index.positions[cluster, member], estimates, exact, hit.sum(-1), n_compared)
 
 
 # --- centroids and softmax
@@ -424,25 +363,27 @@ class FarTerms(NamedTuple):
     direction: Tensor
 
 
-def far_terms(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, per_cluster: Tensor) -> FarTerms:
+def far_terms(
+    query: Tensor, index: KeyIndex, logits: FarLogits, threshold: Tensor, per_cluster: Tensor
+) -> FarTerms:
     """Sinks and centroids of queries `[t, D]` times the scale; `per_cluster [t, M]` keys of each were read."""
-    unread = far.positions.shape[1] - per_cluster
+    unread = index.positions.shape[1] - per_cluster
     gain, move = centroid_corrections(threshold[:, None] - logits.centroids, logits.std)
     centroids = logits.centroids + gain + unread.clamp_min(1).to(query.dtype).log()
     columns = torch.cat((logits.sinks, centroids.masked_fill(unread == 0, -math.inf)), dim=1)
-    return FarTerms(columns, move, query @ far.key_value_cov)
+    return FarTerms(columns, move, query @ index.key_value_cov)
 
 
 def far_sums(
-    terms: FarTerms, shift: Tensor, far: FarKeys, dropout: Dropout | None = None
+    terms: FarTerms, shift: Tensor, index: KeyIndex, dropout: Dropout | None = None
 ) -> tuple[Tensor, Tensor]:
     """`sum(w v) [t, Dv]` and `sum(w) [t]` with `w = exp(logit - shift)`; the latter counts dropped weights too."""
-    n_sinks = far.sink_key.shape[0]
+    n_sinks = index.sink_key.shape[0]
     columns = torch.exp(terms.columns - shift[:, None])
     mass = columns.sum(1)
     if dropout is not None:
         columns = columns * dropout.at("columns").factors(tuple(columns.shape), columns)
-    values = torch.cat((far.sink_value, far.centroid_value))
+    values = torch.cat((index.sink_value, index.centroid_value))
     moved = (columns[:, n_sinks:] * terms.move).sum(1, keepdim=True) * terms.direction
     return columns @ values + moved, mass
 
@@ -502,51 +443,41 @@ def reference_attention(
     n_chunks = layout.far_chunks(position)
     if not is_causal and n_query <= config.exact_until:
         n_chunks = torch.zeros_like(n_chunks)
-    index = build_clusters(key[None], value[None], layout, layout.sinks, layout.n_chunks)
-    places = torch.arange(n_keys, dtype=torch.int64, device=query.device)
-    is_sink = places < layout.sinks
-    is_far = (places >= layout.sinks) & (places < layout.sinks + n_chunks[:, None] * layout.chunk_size)
-    visible = places <= position[:, None] if is_causal else torch.ones_like(is_far)
+    index = build_index(key[None], value[None], layout, layout.sinks, layout.n_chunks)
+    positions = torch.arange(n_keys, dtype=torch.int64, device=query.device)
+    is_sink = positions < layout.sinks
+    is_far = (positions >= layout.sinks) & (positions < layout.sinks + n_chunks[:, None] * layout.chunk_size)
+    visible = positions <= position[:, None] if is_causal else torch.ones_like(is_far)
     local, logits = visible & ~is_far, query @ key.to(wide).t()
     hit, logits_read = torch.zeros_like(local), logits.detach().clone()
-    centroids = query.new_full((n_query, index.key.shape[1]), -math.inf)
+    centroids = query.new_full((n_query, index.centroid_key.shape[1]), -math.inf)
     outputs, lses = [], []
     for count in n_chunks.unique().tolist():  # queries that see the same clusters; causal ones are consecutive
-        own = (n_chunks == count).nonzero().squeeze(1)
+        rows = (n_chunks == count).nonzero().squeeze(1)
         if not count:
-            exact = logits[own].masked_fill(~local[own], -math.inf)
+            exact = logits[rows].masked_fill(~local[rows], -math.inf)
             outputs.append(exact.softmax(1) @ value.to(wide))
             lses.append(exact.logsumexp(1))
             continue
         n_clusters = count * layout.clusters_per_chunk
-        far = FarKeys(
-            key,
-            value,
-            key[: layout.sinks].to(wide),
-            value[: layout.sinks].to(wide),
-            index.key[0, :n_clusters],
-            index.value[0, :n_clusters],
-            index.positions[0, :n_clusters],
-            Int8Keys(*(part[0, :n_clusters] for part in index.int8)),
-            Int8Keys(*(part[0, :n_clusters] for part in index.sub_int8)),
-            index.spread[0, :n_clusters],
-            index.radius[0, :n_clusters],
-            index.key_cov[0, :count].mean(0),
-            index.key_value_cov[0, :count].mean(0),
+        seen = replace(
+            index.of_head(0, n_clusters, 0),
+            key_cov=index.key_cov[0, :count].mean(0),
+            key_value_cov=index.key_value_cov[0, :count].mean(0),
         )
-        local_logits = logits[own].masked_fill(~(local[own] & ~is_sink), -math.inf)
-        before = far_logits(query[own], far)
+        local_logits = logits[rows].masked_fill(~(local[rows] & ~is_sink), -math.inf)
+        before = far_logits(query[rows], seen)
         log_inverse = log_inverse_weight(config.min_weight)
-        threshold = logit_threshold(before, far, log_inverse, local_logits.logsumexp(1))
-        hits = find_keys(query[own], far, before, threshold, log_inverse)
-        hit[own[hits.query], hits.position] = True
+        threshold = logit_threshold(before, seen, log_inverse, local_logits.logsumexp(1))
+        hits = find_keys(query[rows], seen, before, threshold, log_inverse)
+        hit[rows[hits.query], hits.position] = True
         hit_key, hit_value = (t.index_select(0, hits.position).to(wide) for t in (key, value))
-        terms = far_terms(query[own], far, before, threshold, hits.per_cluster)
-        read = hit_logits(query[own], hits, hit_key)
-        centroids[own, :n_clusters] = terms.columns[:, layout.sinks :].detach()
-        logits_read[own[hits.query], hits.position] = read.detach()
+        terms = far_terms(query[rows], seen, before, threshold, hits.per_cluster)
+        read = hit_logits(query[rows], hits, hit_key)
+        centroids[rows, :n_clusters] = terms.columns[:, layout.sinks :].detach()
+        logits_read[rows[hits.query], hits.position] = read.detach()
         peak = torch.maximum(far_peak(terms, hits, read, local_logits.amax(1)), local_logits.amax(1)).detach()
-        total, mass = far_sums(terms, peak, far)
+        total, mass = far_sums(terms, peak, seen)
         weights = torch.exp(local_logits - peak[:, None])
         total, mass = total + weights @ value.to(wide), mass + weights.sum(1)
         weights = torch.exp(read - peak.index_select(0, hits.query))

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from prescore.routed import reference
-from prescore.routed.layout import RoutedKeys, View
+from prescore.routed.index import KeyIndex
+from prescore.routed.layout import View
 from prescore.types import Attended
 
 DIMS = (32, 64, 128, 256)
@@ -185,18 +186,20 @@ def constants() -> dict[str, float]:
     }
 
 
-def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tensor, Tensor]:
-    """Result of `query [T, G, n, D]`, each query's threshold, and counts: keys compared, far keys read."""
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, index: KeyIndex, view: View
+) -> tuple[Attended, Tensor, Tensor]:
+    """As `forward` of `plain.py`."""
     from prescore.routed import triton_kernels as kernels
 
-    (n_heads, heads_per_kv, n_query, dim), value_dim, device = query.shape, keys.value.shape[-1], query.device
-    n_clusters, size = keys.positions.shape[1:]
+    (n_heads, heads_per_kv, n_query, dim), value_dim, device = query.shape, value.shape[-1], query.device
+    n_clusters, size = index.positions.shape[1:]
     target = target_of(device)
-    own = cast("Launch", launch(target, dim, value_dim, query.dtype))
+    compiled = cast("Launch", launch(target, dim, value_dim, query.dtype))
     # the interpreter rounds to bfloat16 unlike torch
     is_interpreted = target == INTERPRETER
     dtype = torch.float32 if is_interpreted else query.dtype
-    rows, splits, per_split = own.rows, 1, n_clusters
+    rows, splits, per_split = compiled.rows, 1, n_clusters
     if n_query == 1:  # a step: programs share the clusters
         rows = STEP_ROWS
         most = max(1, int(view.n_clusters.max()))  # on the CPU
@@ -218,34 +221,35 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
     estimates = empty(n_programs, CLUSTERS * size, rows)
     found = empty(n_programs, CLUSTERS * size, of=torch.int64)
     seen = [t.to(device, non_blocking=True) for t in (view.n_clusters, view.local_start, view.local_stop)]
-    units = keys.key_cov.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(reference.MIN_STD**2).sqrt()
-    centroid_key, centroid_value, key_cov, key_value_cov = (t.contiguous() for t in keys[4:8])
-    index = [t.contiguous() for t in keys[8:]]
+    units = index.key_cov.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(reference.MIN_STD**2).sqrt()
+    index = index.map(Tensor.contiguous)
+    keys = (index.positions, index.int8, index.scales)
+    subclusters = (index.sub_int8, index.sub_scales, index.spread, index.radius)
     margins = reference.heavy_margin(view.log_inverse), reference.exact_margin(view.log_inverse)
-    steps = query.stride()[:3], (*keys.key.stride()[:2], *keys.value.stride()[:2])
-    covs = keys.key_cov.shape[1], view.clusters_per_cov
+    steps = query.stride()[:3], (*key.stride()[:2], *value.stride()[:2])
+    covs = index.key_cov.shape[1], view.clusters_per_cov
     fixed = {
-        "GROUP": heads_per_kv, "ROWS": rows, "D": dim, "DV": value_dim, "LOCAL": own.local, "SIZE": size,
-        "KEYS": min(own.keys, size), "WIDTH": min(dim, own.width), "PRECISION": precision(target),
+        "GROUP": heads_per_kv, "ROWS": rows, "D": dim, "DV": value_dim, "LOCAL": compiled.local, "SIZE": size,
+        "KEYS": min(compiled.keys, size), "WIDTH": min(dim, compiled.width), "PRECISION": precision(target),
         "INTERPRETED": is_interpreted, **constants(),
     }  # fmt: skip
 
     def start(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
         names = kernel.arg_names
-        own_fixed = {name: value for name, value in fixed.items() if name in names}
-        warps = own.warps if kernel is kernels.far_part else LIGHT_WARPS
-        kernel[grid](*arguments, **own_fixed, num_warps=warps, num_stages=1)
+        constants_of_kernel = {name: value for name, value in fixed.items() if name in names}
+        warps = compiled.warps if kernel is kernels.far_part else LIGHT_WARPS
+        kernel[grid](*arguments, **constants_of_kernel, num_warps=warps, num_stages=1)
 
     with torch.cuda.device_of(query):
         start(
             kernels.local_part, (n_tiles, splits + 1, n_heads),
-            query, *keys[:4], *seen, centroid_key, key_cov,
+            query, key, value, key, value, *seen, index.centroid_key, index.key_cov,  # sinks are the first keys
             masses, stds, query_int8, query_units, peaks, totals, outputs, *steps[0], *steps[1],
-            n_query, n_rows, n_clusters, *covs, per_split, keys.sink_key.shape[1], dim, view.scale,
+            n_query, n_rows, n_clusters, *covs, per_split, index.sink_key.shape[1], dim, view.scale,
         )  # fmt: skip
         start(
             kernels.far_part, (n_programs,),
-            query, *keys[:2], seen[0], centroid_key, centroid_value, units, *index,
+            query, key, value, seen[0], index.centroid_key, index.centroid_value, units, *keys, *subclusters,
             masses, stds, query_int8, query_units, peaks, totals, moves, outputs, estimates, found,
             threshold, counts, *steps[0], *steps[1],
             n_heads, n_tiles, splits, n_query, n_rows, n_clusters, *covs, per_split, dim,
@@ -253,7 +257,7 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
         )  # fmt: skip
         start(
             kernels.merge, (n_tiles, n_heads),
-            query, seen[0], key_value_cov, peaks, totals, moves, outputs, result, lse, *steps[0],
+            query, seen[0], index.key_value_cov, peaks, totals, moves, outputs, result, lse, *steps[0],
             n_query, n_rows, splits, *covs, dim, view.scale,
         )  # fmt: skip
     return Attended(result, lse), threshold, counts.sum(0)

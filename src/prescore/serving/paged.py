@@ -18,9 +18,10 @@ from torch import Tensor
 
 from prescore.config import Routed
 from prescore.integrations.decode import KVBuffer
-from prescore.routed.decode import RoutedIndex
-from prescore.routed.layout import make_layout, why_exact
-from prescore.routed.reference import Clusters
+from prescore.routed.backends import build_index
+from prescore.routed.decode import StepAttention
+from prescore.routed.index import Build, GrowingIndex, KeyIndex
+from prescore.routed.layout import Layout, make_layout, why_exact
 
 IDLE_STEPS = 8
 """Steps after which the rows of a sequence that is not in the batch are dropped."""
@@ -41,20 +42,20 @@ class PagedSequence:
         blocks: Physical blocks of its keys.
         n_tokens: Its keys, those of the last step included.
         last_step: When it was in a batch.
-        layers: Rows and key index by layer.
+        layers: Rows and steps, with their key index, by layer.
     """
 
     blocks: list[int]
     n_tokens: int
     last_step: int
-    layers: dict[str, tuple[KVBuffer, RoutedIndex]] = field(default_factory=dict)
+    layers: dict[str, tuple[KVBuffer, StepAttention]] = field(default_factory=dict)
 
     def crop(self, n_tokens: int) -> None:
         """Forget the keys from `n_tokens` on."""
         self.n_tokens = min(self.n_tokens, n_tokens)
-        for buffer, index in self.layers.values():
+        for buffer, steps in self.layers.values():
             buffer.crop(n_tokens)
-            index.crop(n_tokens)
+            steps.crop(n_tokens)
 
 
 class PagedRequest(NamedTuple):
@@ -77,7 +78,7 @@ class PagedIndex:
     def __init__(self, config: Routed, block_size: int, *, reuse: bool) -> None:
         self.config, self._block_size, self._reuse = config, block_size, reuse
         self.sequences: list[PagedSequence] = []
-        self.chunks: dict[ChunkKey, dict[str, Clusters]] = {}
+        self.chunks: dict[ChunkKey, dict[str, KeyIndex]] = {}
         self._chunks_of: defaultdict[int, set[ChunkKey]] = defaultdict(set)
         self._step = 0
 
@@ -124,14 +125,14 @@ class PagedIndex:
         """
         sequence, held = request.sequence, request.sequence.layers.get(layer)
         if held is None:
-            chunks = _ChunksOfLayer(self, layer, sequence) if self._reuse else None
+            index = GrowingIndex(self._reusing(layer, sequence) if self._reuse else build_index)
             rows = self._rows(cache, sequence.blocks, 0, request.n_keys)
-            held = KVBuffer(*rows), RoutedIndex(self.config, scale=scale, chunks=chunks)
+            held = KVBuffer(*rows), StepAttention(self.config, scale=scale, index=index)
             sequence.layers[layer] = held
-        buffer, index = held
+        buffer, steps = held
         if buffer.length < request.n_keys:
             buffer.append(*self._rows(cache, sequence.blocks, buffer.length, request.n_keys))
-        attended = index.attend(query.transpose(0, 1)[None], buffer.key, buffer.value)
+        attended = steps.attend(query.transpose(0, 1)[None], buffer.key, buffer.value)
         return attended.output[0].transpose(0, 1)
 
     def chunk_key(self, number: int, blocks: Sequence[int]) -> ChunkKey:
@@ -139,11 +140,25 @@ class PagedIndex:
         begin, stop = self._chunk_span(number)
         return ChunkKey(number, tuple(blocks[begin // self._block_size : (stop - 1) // self._block_size + 1]))
 
-    def keep_chunk(self, key: ChunkKey, layer: str, clusters: Clusters) -> None:
-        """Keep the key index of a chunk until one of its keys is overwritten."""
-        self.chunks.setdefault(key, {})[layer] = clusters
-        for block in key.blocks:
-            self._chunks_of[block].add(key)
+    def _reusing(self, layer: str, sequence: PagedSequence) -> Build:
+        """Builds a key index of chunks that are kept until one of their keys is overwritten, and of new ones."""
+
+        def build(key: Tensor, value: Tensor, layout: Layout, n_done: int, backend: str) -> KeyIndex:
+            keys = [self.chunk_key(number, sequence.blocks) for number in range(n_done, layout.n_chunks)]
+            is_kept = [layer in self.chunks.get(chunk, {}) for chunk in keys]
+            n_kept = [*is_kept, False].index(False)
+            parts = [self.chunks[chunk][layer] for chunk in keys[:n_kept]]
+            if n_kept < len(keys):
+                built = build_index(key, value, layout, n_done + n_kept, backend)
+                parts.append(built)
+                for number, chunk in enumerate(keys[n_kept:]):
+                    one = built.chunks(slice(number, number + 1), layout.clusters_per_chunk)
+                    self.chunks.setdefault(chunk, {})[layer] = one.map(Tensor.clone)
+                    for block in chunk.blocks:
+                        self._chunks_of[block].add(chunk)
+            return KeyIndex.cat(parts)
+
+        return build
 
     def _chunk_span(self, number: int) -> tuple[int, int]:
         """The positions of a chunk; it is far only for sequences that hold all sinks."""
@@ -206,22 +221,3 @@ class PagedIndex:
         first, last = self._chunk_span(key.number)
         offset = (first // self._block_size + key.blocks.index(block)) * self._block_size
         return offset + begin < last and offset + stop > first
-
-
-class _ChunksOfLayer:
-    """The chunks of a sequence in one layer (`decode.Chunks`)."""
-
-    def __init__(self, paged: PagedIndex, layer: str, sequence: PagedSequence) -> None:
-        self._paged, self._layer, self._sequence = paged, layer, sequence
-
-    def _key(self, number: int) -> ChunkKey:
-        return self._paged.chunk_key(number, self._sequence.blocks)
-
-    def __contains__(self, number: int) -> bool:
-        return self._layer in self._paged.chunks.get(self._key(number), {})
-
-    def __getitem__(self, number: int) -> Clusters:
-        return self._paged.chunks[self._key(number)][self._layer]
-
-    def __setitem__(self, number: int, clusters: Clusters) -> None:
-        self._paged.keep_chunk(self._key(number), self._layer, clusters)

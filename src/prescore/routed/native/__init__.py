@@ -1,21 +1,21 @@
 """The native backend of routed attention: C on CPUs, called through ctypes.
 
-Queries, keys and values are read where they lie. Index arrays interleave sixteen keys for vector loads (`Tables`).
-C checks nothing: every tensor that reaches it is checked here first.
+Queries, keys and values are read where they lie. Arrays of the key index interleave sixteen keys for vector loads
+(`index_call`). C checks nothing: every tensor that reaches it is checked here first.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from prescore.config import Routed
-from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
+from prescore.routed.index import KeyIndex
+from prescore.routed.layout import Layout, View, make_layout
 from prescore.routed.native import library
 from prescore.routed.native.library import Expected, call_library, check_tensors, empty
 from prescore.routed.reference import (
@@ -26,8 +26,6 @@ from prescore.routed.reference import (
     MAX_MASS_GAIN,
     SEARCH_STDS,
     SINK_WEIGHT,
-    Clusters,
-    Int8Keys,
     exact_margin,
     heavy_margin,
     subcluster_levels,
@@ -89,7 +87,7 @@ class Rows(ctypes.Structure):
     _fields_ = (("data", _POINTER), ("at", _POINTER), ("step", _SIZE), ("type", _SIZE))
 
 
-_TABLES = (
+_ARRAYS = (
     *("columns", "column_values", "positions", "int8", "scales", "sub_int8", "sub_scales", "spread", "radius"),
     *("key_cov", "key_value_cov"),
 )
@@ -112,12 +110,17 @@ _RESULTS = ("output", "lse", "threshold", "counts")
 
 
 class RoutedCall(ctypes.Structure):
-    """One call, as `RoutedCall` in routed.h."""
+    """One call, as `RoutedCall` in routed.h; `arrays` are of the key index, and `last_position` is in it.
 
+    `arrays` and `rows` live as long as the call, which points to them.
+    """
+
+    arrays: dict[str, Tensor]
+    last_position: int
     rows: list[Rows]
     _fields_ = (
         *((name, Rows) for name in ("query", "key", "value")),
-        *((name, _POINTER) for name in ("visible", "local_start", "local_stop", *_TABLES)),
+        *((name, _POINTER) for name in ("visible", "local_start", "local_stop", *_ARRAYS)),
         *((name, _SIZE) for name in (*_SIZES, "n_clusters", "n_covs", "clusters_per_cov")),
         *((name, _REAL) for name in _NUMBERS),
         *((name, _POINTER) for name in _RESULTS),
@@ -196,8 +199,8 @@ def can_build(key: Tensor, value: Tensor, layout: Layout) -> bool:
     return not recorded and can_run(key, value.shape[-1], layout.cluster_size)
 
 
-def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Clusters:
-    """As `reference.build_clusters`, with int8 keys in the layout of C; keys `[T, N, D]` or `[B, Hkv, N, D]`."""
+def build_index(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> KeyIndex:
+    """As `reference.build_index`, with int8 keys in the layout of C; keys `[T, N, D]` or `[B, Hkv, N, D]`."""
     n_heads, n_keys, dim, value_dim = key.shape[:-2].numel(), key.shape[-2], key.shape[-1], value.shape[-1]
     n_clusters, size = n_chunks * layout.clusters_per_chunk, layout.cluster_size
     _check_keys(key, value, n_heads, size)
@@ -232,152 +235,116 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
         **{name: tensor.data_ptr() for name, tensor in made.items()},
     )
     call_library("prescore_build_index", call)
-    positions, centroid_key, centroid_value, int8, scales, sub_int8, sub_scales, *others = made.values()
-    quantized = (Int8Keys(int8, scales), Int8Keys(sub_int8, sub_scales))
-    return Clusters(positions, centroid_key, centroid_value, *quantized, *others)
+    sinks = slice(layout.sinks)
+    sink_key, sink_value = (t[..., sinks, :].flatten(0, -3) for t in (key, value))
+    return KeyIndex(sink_key=sink_key, sink_value=sink_value, **made)
 
 
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """`RoutedKeys` in the layout of C. Columns are sinks, then centroids, each rounded up to a multiple of 16.
+def index_call(index: KeyIndex, log_inverse: float, scale: float, clusters_per_cov: int) -> RoutedCall:
+    """A call over a key index of reference or native code, without queries, keys, values and results.
 
-    The centroids of subclusters lie sixteen side by side, as keys do; the last block is filled up. Sizes are
-    checked once, when the tables are made.
+    Columns are sinks, then centroids, each rounded up to a multiple of 16. The centroids of subclusters lie
+    sixteen side by side, as keys do; the last block is filled up.
     """
+    arrays, sink_columns = _arrays(index)
+    (n_heads, n_clusters, size), n_sinks = index.positions.shape, index.sink_key.shape[1]
+    n_covs, dim, value_dim = index.key_cov.shape[1], index.centroid_key.shape[2], index.centroid_value.shape[2]
+    n_columns = sink_columns + -(-n_clusters // WIDTH) * WIDTH
+    blocks, sub_blocks = (n_heads, n_clusters, size // WIDTH), -(-n_clusters * (size // WIDTH) // WIDTH)
+    shapes = {
+        "columns": (n_heads, n_columns // WIDTH, dim, WIDTH),
+        "column_values": (n_heads, n_columns, value_dim),
+        "positions": (n_heads, n_clusters, size),
+        "int8": (*blocks, dim // 4, WIDTH, 4),
+        "scales": (*blocks, WIDTH),
+        "sub_int8": (n_heads, sub_blocks, dim // 4, WIDTH, 4),
+        **dict.fromkeys(("sub_scales", "spread", "radius"), (n_heads, sub_blocks, WIDTH)),
+        "key_cov": (n_heads, n_covs, dim, dim),
+        "key_value_cov": (n_heads, n_covs, dim, value_dim),
+    }
+    dtypes = {"positions": torch.int32, "int8": torch.uint8, "sub_int8": torch.uint8}
+    check_tensors(
+        [Expected(name, arrays[name], shape, dtypes.get(name, torch.float32)) for name, shape in shapes.items()]
+    )
+    call = RoutedCall(
+        **{name: array.data_ptr() for name, array in arrays.items()},
+        kv_heads=n_heads,
+        dim=dim,
+        value_dim=value_dim,
+        cluster_size=size,
+        sinks=n_sinks,
+        sink_columns=sink_columns,
+        n_columns=n_columns,
+        n_clusters=n_clusters,
+        n_covs=n_covs,
+        clusters_per_cov=clusters_per_cov,
+        scale=scale,
+        search_stds=SEARCH_STDS,
+        heavy_stds=HEAVY_STDS,
+        heavy_int8_error=HEAVY_INT8_ERROR,
+        margin=heavy_margin(log_inverse),
+        exact_margin=exact_margin(log_inverse),
+        log_inverse=log_inverse,
+        max_mass_gain=MAX_MASS_GAIN,
+        mass_keys=MASS_KEYS,
+        mass_share=MASS_SHARE,
+        log_sink_weight=math.log(SINK_WEIGHT),
+    )
+    call.arrays, call.last_position = arrays, int(index.positions.max()) if index.positions.numel() else -1
+    return call
 
-    columns: Tensor
-    column_values: Tensor
-    positions: Tensor
-    int8: Tensor
-    scales: Tensor
-    sub_int8: Tensor
-    sub_scales: Tensor
-    spread: Tensor
-    radius: Tensor
-    key_cov: Tensor
-    key_value_cov: Tensor
-    sinks: int
-    sink_columns: int
-    last_position: int
 
-    @classmethod
-    def of(cls, keys: RoutedKeys) -> Tables:
-        """From the key index of reference or native code."""
-        n_sinks, n_clusters = keys.sink_key.shape[1], keys.centroid_key.shape[1]
-        sink_columns, fill = -(-n_sinks // WIDTH) * WIDTH, -n_clusters % WIDTH
+def _arrays(index: KeyIndex) -> tuple[dict[str, Tensor], int]:
+    """The key index in the order of C, by the names of `RoutedCall`; and how many columns are for sinks."""
+    n_sinks, n_clusters = index.sink_key.shape[1], index.positions.shape[1]
+    sink_columns, fill = -(-n_sinks // WIDTH) * WIDTH, -n_clusters % WIDTH
 
-        def columns(sinks: Tensor, centroids: Tensor) -> Tensor:
-            room = pad(sinks.detach().float(), (0, 0, 0, sink_columns - n_sinks))
-            return torch.cat((room, pad(centroids.detach(), (0, 0, 0, fill))), dim=1)
+    def columns(sinks: Tensor, centroids: Tensor) -> Tensor:
+        room = pad(sinks.detach().float(), (0, 0, 0, sink_columns - n_sinks))
+        return torch.cat((room, pad(centroids.detach(), (0, 0, 0, fill))), dim=1)
 
-        def stored(numbers: Tensor) -> Tensor:
-            return (
-                numbers if numbers.dtype == torch.uint8 else (numbers.to(torch.int16) + KEY_ZERO).to(torch.uint8)
-            )
+    def stored(numbers: Tensor) -> Tensor:
+        return (numbers.to(torch.int16) + KEY_ZERO).to(torch.uint8) if numbers.dtype == torch.int8 else numbers
 
-        def side_by_side(parts: Tensor) -> Tensor:  # [T, M, S, x] -> [T, blocks, 16, x]
-            flat = parts.flatten(1, 2)
-            blocks: Tensor = pad(flat, (0, 0, 0, -flat.shape[1] % WIDTH)).unflatten(1, (-1, WIDTH))
-            return blocks
+    def side_by_side(parts: Tensor) -> Tensor:  # [T, M, B, x] -> [T, blocks, 16, x]
+        flat = parts.flatten(1, 2)
+        blocks: Tensor = pad(flat, (0, 0, 0, -flat.shape[1] % WIDTH)).unflatten(1, (-1, WIDTH))
+        return blocks
 
-        int8 = keys.numbers
-        if int8.dtype == torch.int8:  # [T, M, L, D] of the reference
-            int8 = stored(int8).unflatten(2, (-1, WIDTH)).unflatten(4, (-1, 4)).transpose(3, 4).contiguous()
-        return cls(
-            columns=columns(keys.sink_key, keys.centroid_key)
-            .unflatten(1, (-1, WIDTH))
-            .transpose(2, 3)
-            .contiguous(),
-            column_values=columns(keys.sink_value, keys.centroid_value),
-            positions=keys.positions.to(torch.int32),
-            int8=int8,
-            scales=keys.scales,
-            sub_int8=side_by_side(stored(keys.sub_numbers)).unflatten(3, (-1, 4)).transpose(2, 3).contiguous(),
-            sub_scales=side_by_side(keys.sub_scales[..., None]).contiguous(),
-            spread=side_by_side(keys.spread[..., None]).contiguous(),
-            radius=side_by_side(keys.radius[..., None, None].expand(*keys.spread.shape, 1)).contiguous(),
-            key_cov=keys.key_cov.contiguous(),
-            key_value_cov=keys.key_value_cov.contiguous(),
-            sinks=n_sinks,
-            sink_columns=sink_columns,
-            last_position=int(keys.positions.max()) if keys.positions.numel() else -1,
-        )
+    int8 = index.int8
+    if int8.dtype == torch.int8:  # [T, M, L, D] of the reference
+        int8 = stored(int8).unflatten(2, (-1, WIDTH)).unflatten(4, (-1, 4)).transpose(3, 4).contiguous()
+    keys_of_columns = columns(index.sink_key, index.centroid_key)
+    positions = index.positions
+    arrays = {
+        "columns": keys_of_columns.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous(),
+        "column_values": columns(index.sink_value, index.centroid_value),
+        "positions": positions.to(torch.int32) if positions.dtype == torch.int64 else positions,
+        "int8": int8,
+        "scales": index.scales,
+        "sub_int8": side_by_side(stored(index.sub_int8)).unflatten(3, (-1, 4)).transpose(2, 3).contiguous(),
+        "sub_scales": side_by_side(index.sub_scales[..., None]).contiguous(),
+        "spread": side_by_side(index.spread[..., None]).contiguous(),
+        "radius": side_by_side(index.radius[..., None, None].expand(*index.spread.shape, 1)).contiguous(),
+        "key_cov": index.key_cov.contiguous(),
+        "key_value_cov": index.key_value_cov.contiguous(),
+    }
+    return arrays, sink_columns
 
-    def __post_init__(self) -> None:
-        n_heads, n_clusters, size = self.positions.shape
-        (n_columns, value_dim), (n_covs, dim) = self.column_values.shape[1:], self.key_cov.shape[1:3]
-        blocks = (n_heads, n_clusters, size // WIDTH)
-        sub_blocks = (n_heads, -(-n_clusters * (size // WIDTH) // WIDTH))
-        check_tensors(
-            [
-                Expected("columns", self.columns, (n_heads, n_columns // WIDTH, dim, WIDTH)),
-                Expected("column_values", self.column_values, (n_heads, n_columns, value_dim)),
-                Expected("positions", self.positions, (n_heads, n_clusters, size), torch.int32),
-                Expected("int8", self.int8, (*blocks, dim // 4, WIDTH, 4), torch.uint8),
-                Expected("scales", self.scales, (*blocks, WIDTH)),
-                Expected("sub_int8", self.sub_int8, (*sub_blocks, dim // 4, WIDTH, 4), torch.uint8),
-                Expected("sub_scales", self.sub_scales, (*sub_blocks, WIDTH)),
-                Expected("spread", self.spread, (*sub_blocks, WIDTH)),
-                Expected("radius", self.radius, (*sub_blocks, WIDTH)),
-                Expected("key_cov", self.key_cov, (n_heads, n_covs, dim, dim)),
-                Expected("key_value_cov", self.key_value_cov, (n_heads, n_covs, dim, value_dim)),
-            ]
-        )
-        if n_columns % WIDTH or self.sink_columns % WIDTH:
-            raise ValueError(f"columns must be multiples of {WIDTH}, got {n_columns} and {self.sink_columns}")
-        if not 0 <= self.sinks <= self.sink_columns or self.sink_columns + n_clusters > n_columns:
-            raise ValueError(f"columns must hold {self.sinks} sinks and {n_clusters} centroids, got {n_columns}")
 
-    @property
-    def n_clusters(self) -> int:
-        """Clusters of each KV head."""
-        return self.positions.shape[1]
-
-    def sizes(self) -> dict[str, int]:
-        """Sizes by the names of `RoutedCall`."""
-        return {
-            "kv_heads": self.positions.shape[0],
-            "dim": self.key_cov.shape[2],
-            "value_dim": self.column_values.shape[2],
-            "cluster_size": self.positions.shape[2],
-            "sinks": self.sinks,
-            "sink_columns": self.sink_columns,
-            "n_columns": self.column_values.shape[1],
-            "n_clusters": self.n_clusters,
-            "n_covs": self.key_cov.shape[1],
-        }
-
-    def call(self, log_inverse: float, scale: float, clusters_per_cov: int) -> RoutedCall:
-        """A call over these tables, without queries, keys, values and results."""
-        return RoutedCall(
-            **{name: getattr(self, name).data_ptr() for name in _TABLES},
-            **self.sizes(),
-            clusters_per_cov=clusters_per_cov,
-            scale=scale,
-            search_stds=SEARCH_STDS,
-            heavy_stds=HEAVY_STDS,
-            heavy_int8_error=HEAVY_INT8_ERROR,
-            margin=heavy_margin(log_inverse),
-            exact_margin=exact_margin(log_inverse),
-            log_inverse=log_inverse,
-            max_mass_gain=MAX_MASS_GAIN,
-            mass_keys=MASS_KEYS,
-            mass_share=MASS_SHARE,
-            log_sink_weight=math.log(SINK_WEIGHT),
-        )
-
-    def check(self, query: Tensor, key: Tensor, value: Tensor, most_clusters: int) -> None:
-        """Refuse queries `[T, G, n, D]`, keys and values that do not belong to these tables."""
-        n_heads, heads_per_kv, _, dim = query.shape
-        check_rows("query", query, n_heads * heads_per_kv)
-        _check_keys(key, value, n_heads, self.positions.shape[2])
-        sizes, wanted = self.sizes(), (n_heads, dim, key.shape[-1], value.shape[-1])
-        if (sizes["kv_heads"], sizes["dim"], sizes["dim"], sizes["value_dim"]) != wanted:
-            raise ValueError(f"tables must fit queries, keys and values of sizes {wanted}, got {sizes}")
-        if self.last_position >= key.shape[-2]:
-            raise ValueError(f"tables must be of {key.shape[-2]} keys, got position {self.last_position}")
-        if most_clusters > self.n_clusters:
-            raise ValueError(f"visible clusters must be at most {self.n_clusters}, got {most_clusters}")
+def _check_call(call: RoutedCall, query: Tensor, key: Tensor, value: Tensor, most_clusters: int) -> None:
+    """Refuse queries `[T, G, n, D]`, keys and values that do not belong to the key index of a call."""
+    n_heads, heads_per_kv, _, dim = query.shape
+    check_rows("query", query, n_heads * heads_per_kv)
+    _check_keys(key, value, n_heads, call.cluster_size)
+    sizes = (call.kv_heads, call.dim, call.dim, call.value_dim)
+    if sizes != (n_heads, dim, key.shape[-1], value.shape[-1]):
+        wanted = (n_heads, dim, key.shape[-1], value.shape[-1])
+        raise ValueError(f"the key index must fit queries, keys and values of sizes {wanted}, got {sizes}")
+    if call.last_position >= key.shape[-2]:
+        raise ValueError(f"the key index must be of {key.shape[-2]} keys, got position {call.last_position}")
+    if most_clusters > call.n_clusters:
+        raise ValueError(f"visible clusters must be at most {call.n_clusters}, got {most_clusters}")
 
 
 # --- whole calls
@@ -385,41 +352,46 @@ class Tables:
 
 
 def routed_call(
-    query: Tensor, keys: RoutedKeys, view: View, tables: Tables, results: dict[str, Tensor], *, reads_local: bool
+    inputs: tuple[Tensor, Tensor, Tensor],
+    index: KeyIndex,
+    view: View,
+    results: dict[str, Tensor],
+    *,
+    reads_local: bool,
 ) -> RoutedCall:
     """The argument of a function of the library, checked; its tensors must live until the function returns.
 
     Args:
-        query: `[T, G, n, D]`.
-        keys: What the queries can read.
+        inputs: Queries `[T, G, n, D]`, keys and values.
+        index: The key index of these keys.
         view: What each query sees.
-        tables: Of the same keys.
         results: `output`, `lse`, `threshold` and `counts`: written, except by the backward function, which reads
             `output` (= gradient), `lse` and `threshold`.
         reads_local: Whether local keys are read here.
     """
+    query, key, value = inputs
     n_heads, heads_per_kv, length, _ = query.shape
-    each, value_dim, n_keys = (n_heads, heads_per_kv, length), keys.value.shape[-1], keys.key.shape[-2]
+    by_query, n_keys = (n_heads, heads_per_kv, length), key.shape[-2]
     local = {"local_start": view.local_start, "local_stop": view.local_stop} if reads_local else {}
     seen = {"visible": view.n_clusters, **local}
     check_tensors(
         [
-            Expected("output", results["output"], (*each, value_dim)),
-            Expected("lse", results["lse"], each),
-            Expected("threshold", results["threshold"], each),
+            Expected("output", results["output"], (*by_query, value.shape[-1])),
+            Expected("lse", results["lse"], by_query),
+            Expected("threshold", results["threshold"], by_query),
             Expected("counts", results["counts"], (2,), torch.int64),
             *(Expected(name, tensor, (n_heads, length), torch.int32) for name, tensor in seen.items()),
         ]
     )
+    call = index_call(index, view.log_inverse, view.scale, view.clusters_per_cov)
     least, most = _range(view.n_clusters)
-    tables.check(query, keys.key, keys.value, most)
-    if least < 0 or most > tables.key_cov.shape[1] * view.clusters_per_cov:
-        raise ValueError(f"visible clusters must lie between 0 and {tables.n_clusters}, got {least} to {most}")
+    _check_call(call, query, key, value, most)
+    if least < 0 or most > call.n_covs * view.clusters_per_cov:
+        raise ValueError(f"visible clusters must lie between 0 and {call.n_clusters}, got {least} to {most}")
     if reads_local and (_range(view.local_start)[0] < 0 or _range(view.local_stop)[1] > n_keys):
         begin, end = _range(view.local_start)[0], _range(view.local_stop)[1]
         raise ValueError(f"local keys must lie within {n_keys} keys, got {begin} to {end}")
-    call = tables.call(view.log_inverse, view.scale, view.clusters_per_cov)
-    call.rows = [rows_of(t) for t in (query, keys.key, keys.value)]  # live as long as what points to them
+    call.rows = [rows_of(t) for t in inputs]
     call.query, call.key, call.value = call.rows
     for field, tensor in (*seen.items(), *results.items()):
         setattr(call, field, tensor.data_ptr())
@@ -435,17 +407,19 @@ def _range(numbers: Tensor) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tensor, Tensor]:
-    """Result of `query [T, G, n, D]`, each query's threshold, and counts: keys compared, far keys read."""
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, index: KeyIndex, view: View
+) -> tuple[Attended, Tensor, Tensor]:
+    """As `forward` of `plain.py`."""
     shape = query.shape[:3]
     results = {
-        "output": empty(*shape, keys.value.shape[-1]),
+        "output": empty(*shape, value.shape[-1]),
         "lse": empty(*shape),
         "threshold": empty(*shape).fill_(torch.inf),  # infinite where nothing is far
         "counts": empty(2, dtype=torch.int64).zero_(),
     }
-    tables = Tables.of(keys)
-    call_library("prescore_routed_forward", routed_call(query, keys, view, tables, results, reads_local=True))
+    call = routed_call((query, key, value), index, view, results, reads_local=True)
+    call_library("prescore_routed_forward", call)
     return Attended(results["output"], results["lse"]), results["threshold"], results["counts"]
 
 
@@ -484,74 +458,73 @@ def attend_ranges(
 
 def add_far_gradients(
     grad: Tensor,
-    query: Tensor,
-    keys: RoutedKeys,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    index: KeyIndex,
     view: View,
     merged: Attended,
     threshold: Tensor,
-    sums: list[Tensor],
+    sums: dict[str, Tensor],
 ) -> Tensor:
     """As `add_far_gradients` of `plain.py`."""
-    tables = Tables.of(keys)
+    _, key, value = inputs
     grads = grad.to(torch.float32).contiguous()
-    columns, values = tables.columns, tables.column_values
+    results = {"output": grads, "lse": merged.lse, "threshold": threshold}  # read, not written
+    results["counts"] = empty(2, dtype=torch.int64).zero_()
+    call = routed_call(inputs, index, view, results, reads_local=False)
+    columns, values = call.arrays["columns"], call.arrays["column_values"]
     given = {
         "grad": grads,
         "product": (grads * merged.output).sum(-1),
         "column_keys": columns.transpose(2, 3).flatten(1, 2).contiguous(),
         "value_columns": values.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous(),
-        "key_value_cov_t": tables.key_value_cov.transpose(2, 3).contiguous(),
-        "query": sums[0],
+        "key_value_cov_t": index.key_value_cov.transpose(2, 3).contiguous(),
+        "query": sums["query"],
         "threshold": torch.zeros_like(threshold),
     }
-    like = (keys.key, keys.value, given["column_keys"], values, tables.key_cov, tables.key_value_cov)
-    parts = [empty(_PARTS, *t.shape).zero_() for t in like]
-    extra = _gradients(given, parts, tables, query, keys.key.shape[-2])
-    results = {"output": grads, "lse": merged.lse, "threshold": threshold}  # read, not written
-    results["counts"] = empty(2, dtype=torch.int64).zero_()
-    call = routed_call(query, keys, view, tables, results, reads_local=False)
-    call_library("prescore_routed_backward", call, extra)
-    key, value, column_key, column_value, *covs = (part.sum(0) for part in parts)
-    sinks = slice(0, tables.sinks)
-    centroids = slice(tables.sink_columns, tables.sink_columns + tables.n_clusters)
-    split = (part[:, some] for some in (sinks, centroids) for part in (column_key, column_value))
-    for total, part in zip(sums[1:9], (key, value, *split, *covs), strict=True):
-        total.add_(part)
+    like = (key, value, given["column_keys"], values, index.key_cov, index.key_value_cov)
+    parts = {name: empty(_PARTS, *t.shape).zero_() for name, t in zip(_SUMMED, like, strict=True)}
+    call_library("prescore_routed_backward", call, _gradients(given, parts, call, key.shape[-2]))
+    totals = {name: part.sum(0) for name, part in parts.items()}
+    sinks, centroids = slice(call.sinks), slice(call.sink_columns, call.sink_columns + call.n_clusters)
+    for name in ("key", "value"):
+        column = totals.pop(f"column_{name}")
+        totals |= {f"sink_{name}": column[:, sinks], f"centroid_{name}": column[:, centroids]}
+    for name, total in totals.items():
+        sums[name].add_(total)
     grad_threshold: Tensor = given["threshold"]
     return grad_threshold
 
 
 def _gradients(
-    given: dict[str, Tensor], parts: list[Tensor], tables: Tables, query: Tensor, n_keys: int
+    given: dict[str, Tensor], parts: dict[str, Tensor], call: RoutedCall, n_keys: int
 ) -> RoutedGradients:
     """The second argument of the backward function, checked."""
-    sizes, n_query = tables.sizes(), query.shape[1] * query.shape[2]
-    n_heads, dim, value_dim = sizes["kv_heads"], sizes["dim"], sizes["value_dim"]
-    n_columns, n_covs, each = sizes["n_columns"], sizes["n_covs"], (sizes["kv_heads"], n_query)
+    n_heads, n_columns, n_covs = call.kv_heads, call.n_columns, call.n_covs
+    dim, value_dim, by_query = call.dim, call.value_dim, (call.kv_heads, call.n_query)
     shapes = {
-        "grad": (*each, value_dim),
-        "product": each,
+        "grad": (*by_query, value_dim),
+        "product": by_query,
         "column_keys": (n_heads, n_columns, dim),
         "value_columns": (n_heads, n_columns // WIDTH, value_dim, WIDTH),
         "key_value_cov_t": (n_heads, n_covs, value_dim, dim),
-        "query": (*each, dim),
-        "threshold": each,
+        "query": (*by_query, dim),
+        "threshold": by_query,
     }
-    summed = (
-        *((n_keys, dim), (n_keys, value_dim), (n_columns, dim), (n_columns, value_dim)),
-        *((n_covs, dim, dim), (n_covs, dim, value_dim)),
-    )
+    summed = {
+        "key": (n_keys, dim),
+        "value": (n_keys, value_dim),
+        "column_key": (n_columns, dim),
+        "column_value": (n_columns, value_dim),
+        "key_cov": (n_covs, dim, dim),
+        "key_value_cov": (n_covs, dim, value_dim),
+    }
     check_tensors(
         [
             *(Expected(name, given[name], shape) for name, shape in shapes.items()),
-            *(
-                Expected(f"sums of {name}", tensor, (_PARTS, n_heads, *shape))
-                for name, tensor, shape in zip(_SUMMED, parts, summed, strict=True)
-            ),
+            *(Expected(f"sums of {name}", parts[name], (_PARTS, n_heads, *summed[name])) for name in _SUMMED),
         ]
     )
-    pointers = {name: tensor.data_ptr() for name, tensor in given.items()}
-    pointers |= {name: tensor.data_ptr() for name, tensor in zip(_SUMMED, parts, strict=True)}
+    pointers = {name: tensor.data_ptr() for name, tensor in (*given.items(), *parts.items())}
     return RoutedGradients(**pointers, parts=_PARTS, n_keys=n_keys)
 
 
@@ -560,16 +533,16 @@ def _gradients(
 
 
 class PreparedStep:
-    """Decode steps over tables that stay; queries, keys and values come with each step.
+    """Decode steps over a key index that stays; queries, keys and values come with each step.
 
-    A step takes a fraction of a millisecond, which checking the tables again would double.
+    A step takes a fraction of a millisecond, which laying out the key index again would double.
     """
 
-    def __init__(self, tables: Tables, log_inverse: float, scale: float) -> None:
-        self._tables, n_heads = tables, tables.positions.shape[0]
+    def __init__(self, index: KeyIndex, log_inverse: float, scale: float) -> None:
+        self._call = index_call(index, log_inverse, scale, max(1, index.positions.shape[1]))
+        n_heads = self._call.kv_heads
         self._visible, self._start, self._stop = ((ctypes.c_int32 * n_heads)() for _ in range(3))
         self._counts = (ctypes.c_int64 * 2)()
-        self._call = tables.call(log_inverse, scale, max(1, tables.n_clusters))
         self._call.length = 1
         for field, array in (("visible", self._visible), ("local_start", self._start), ("local_stop", self._stop)):
             setattr(self._call, field, ctypes.addressof(array))
@@ -585,9 +558,9 @@ class PreparedStep:
             The result, and the far keys read by a query on average.
         """
         n_heads, heads_per_kv, length, _ = query.shape
-        self._tables.check(query, key, value, n_clusters)
+        _check_call(self._call, query, key, value, n_clusters)
         n_keys, value_dim = key.shape[2], value.shape[-1]
-        if length != 1 or n_clusters < 1 or self._tables.key_cov.shape[1] != 1 or not 0 <= local_start <= n_keys:
+        if length != 1 or n_clusters < 1 or self._call.n_covs != 1 or not 0 <= local_start <= n_keys:
             raise ValueError(
                 "a step must be one query that sees some clusters under one covariance, "
                 f"got {length} queries, {n_clusters} clusters and local keys from {local_start} of {n_keys}"

@@ -1,0 +1,178 @@
+"""The key index: what queries see of far keys. Reference, backends, prompts and steps use the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from prescore.routed.layout import Layout
+
+SUMMED = ("sink_key", "sink_value", "centroid_key", "centroid_value", "key_cov", "key_value_cov")
+"""The fields that gradients reach."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeyIndex:
+    """`T` KV heads with `S` sinks and `C` chunks, cut into `M` clusters of `L` keys, `B` subclusters each.
+
+    Native code stores positions as int32 and int8 keys in another order (`native.build_index`). The fields of one
+    KV head, as the functions of the reference take them, have no `T`, and one covariance, `[D, D]`.
+
+    Attributes:
+        sink_key, sink_value: `[T, S, D]`, `[T, S, Dv]` the first keys and values.
+        centroid_key, centroid_value: `[T, M, D]`, `[T, M, Dv]` in the accumulation dtype.
+        key_cov: `[T, C, D, D]` covariance of keys within clusters: of each chunk, as they are built. Queries read
+            means over the first 1 to `C` chunks, or over all that they see where `C` is 1.
+        key_value_cov: `[T, C, D, Dv]` covariance of keys and values, likewise.
+        positions: `[T, M, L]` where the keys of each cluster are, one subcluster after the other.
+        int8, scales: `[T, M, L, D]` differences of keys and centroids as whole numbers from -63 to 63, and
+            `[T, M, L]` what a unit is worth.
+        sub_int8, sub_scales: `[T, M, B, D]`, `[T, M, B]` the same for the centroids of the subclusters.
+        spread: `[T, M, B]` root of the mean squared distance of a subcluster's keys from their centroid.
+        radius: `[T, M]` the largest such root in a cluster, of distances from its centroid.
+    """
+
+    sink_key: Tensor
+    sink_value: Tensor
+    centroid_key: Tensor
+    centroid_value: Tensor
+    key_cov: Tensor
+    key_value_cov: Tensor
+    positions: Tensor
+    int8: Tensor
+    scales: Tensor
+    sub_int8: Tensor
+    sub_scales: Tensor
+    spread: Tensor
+    radius: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> KeyIndex:
+        """Every field changed in the same way."""
+        return KeyIndex(**{name: change(tensor) for name, tensor in self.tensors().items()})
+
+    def under(self, covariance: int) -> KeyIndex:
+        """With one of the covariances only."""
+        some = slice(covariance, covariance + 1)
+        return replace(self, key_cov=self.key_cov[:, some], key_value_cov=self.key_value_cov[:, some])
+
+    def chunks(self, some: slice, clusters_per_chunk: int) -> KeyIndex:
+        """Some chunks with their clusters."""
+        clusters = slice(some.start * clusters_per_chunk, some.stop * clusters_per_chunk)
+        axis = {"sink_key": slice(None), "sink_value": slice(None), "key_cov": some, "key_value_cov": some}
+        return KeyIndex(**{name: tensor[:, axis.get(name, clusters)] for name, tensor in self.tensors().items()})
+
+    def of_head(self, head: int, n_clusters: int, covariance: int) -> KeyIndex:
+        """What queries of one KV head read that see the first clusters, under one of the covariances."""
+        seen = dict.fromkeys(self.tensors(), slice(n_clusters))
+        seen |= {"sink_key": slice(None), "sink_value": slice(None)}
+        index = KeyIndex(**{name: tensor[head, seen[name]] for name, tensor in self.tensors().items()})
+        wide = self.centroid_key.dtype
+        return replace(
+            index,
+            sink_key=index.sink_key.to(wide),
+            sink_value=index.sink_value.to(wide),
+            key_cov=self.key_cov[head, covariance],
+            key_value_cov=self.key_value_cov[head, covariance],
+        )
+
+    @classmethod
+    def cat(cls, parts: Sequence[KeyIndex]) -> KeyIndex:
+        """The key index of consecutive chunks."""
+        if len(parts) == 1:
+            return parts[0]
+        all_fields = [part.tensors() for part in parts]
+        joined = {name: torch.cat([tensors[name] for tensors in all_fields], dim=1) for name in all_fields[0]}
+        return replace(cls(**joined), sink_key=parts[0].sink_key, sink_value=parts[0].sink_value)
+
+
+Build = Callable[[Tensor, Tensor, Layout, int, str], KeyIndex]
+"""Keys and values `[B, Hkv, N, D]`, layout, how many chunks are built already, backend -> the other far chunks."""
+
+
+class GrowingIndex:
+    """The key index of sequences that are read in several calls, by which only chunks that are new are built.
+
+    Chunks of a prompt and steps use the same one. For calls without gradients and padding; its owner drops it
+    where keys change. A copy grows apart.
+
+    Args:
+        build: Builds the key index of new chunks.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        self._made_for: tuple[object, ...] = ()
+        self._index: KeyIndex | None = None
+        self._n_chunks = self._end = self._kv_heads = 0
+        self._sums: tuple[Tensor, Tensor] | None = None
+
+    def extend(
+        self, key: Tensor, value: Tensor, layout: Layout, backend: str, fewest: int | None = None
+    ) -> KeyIndex:
+        """The key index of all far chunks, at least one, of keys `[B, Hkv, N, D]`.
+
+        Its covariances are means over the first `n - R + 1`, ..., `n` of its `n` chunks. Some query sees `fewest`
+        chunks, and `R` suffices for it. None = every query sees all chunks of the layout.
+        """
+        made_for = (backend, layout.sinks, layout.chunk_size, layout.cluster_size)
+        made_for = (*made_for, *key.shape[:2], key.shape[-1], value.shape[-1], key.dtype, key.device)
+        fewest = layout.n_chunks if fewest is None else fewest
+        index = self._index if self._made_for == made_for else None
+        if index is not None and fewest <= self._n_chunks - index.key_cov.shape[1]:
+            index = None  # means of so few chunks are not known any more
+        n_done = 0 if index is None else self._n_chunks
+        if index is None or n_done < layout.n_chunks:
+            self._made_for, self._kv_heads, self._n_chunks = made_for, key.shape[1], layout.n_chunks
+            self._end = layout.sinks + layout.n_chunks * layout.chunk_size
+            index = self._joined(index, self._build(key, value, layout, n_done, backend), n_done)
+            # a step may still be taken back, so two means are kept
+            self._index = index
+            if index.key_cov.shape[1] > 2:
+                latest = (index.key_cov[:, -2:].clone(), index.key_value_cov[:, -2:].clone())
+                self._index = replace(index, key_cov=latest[0], key_value_cov=latest[1])
+            if fewest >= self._n_chunks - 1:
+                return self._index
+        return index
+
+    def crop(self, n_keys: int) -> None:
+        """Forget everything if a chunk loses keys; the next call builds it again."""
+        if n_keys < self._end:
+            self._index = None
+
+    def reorder(self, rows: Tensor) -> None:
+        """Sequence i becomes a copy of sequence `rows[i]`."""
+        if self._index is None or self._sums is None:
+            return
+
+        def moved(tensor: Tensor) -> Tensor:
+            by_sequence: Tensor = tensor.unflatten(0, (-1, self._kv_heads)).index_select(0, rows)
+            return by_sequence.flatten(0, 1)
+
+        self._index, self._sums = self._index.map(moved), (moved(self._sums[0]), moved(self._sums[1]))
+        geometry, shape = self._made_for[:4], self._made_for[5:]
+        self._made_for = (*geometry, len(rows), *shape)
+
+    def _joined(self, index: KeyIndex | None, new: KeyIndex, n_done: int) -> KeyIndex:
+        """The key index with new chunks, under means over its first chunks."""
+        means, sums = {}, []
+        for number, name in enumerate(("key_cov", "key_value_cov")):
+            # torch sums float32 in float64; kept so, the means are those of a call over all keys, to the bit
+            parts = getattr(new, name)
+            wide = parts.double()
+            if index is not None and self._sums is not None:
+                wide = torch.cat((self._sums[number], wide), dim=1)
+            totals = wide.cumsum(1)[:, -parts.shape[1] :]
+            sums.append(totals[:, -1:])
+            count = torch.arange(1, parts.shape[1] + 1, dtype=parts.dtype, device=parts.device) + n_done
+            means[name] = totals.to(parts.dtype) / count[:, None, None]
+        self._sums = (sums[0], sums[1])
+        if index is None:
+            return replace(new, **means)
+        return KeyIndex.cat([index, replace(new, **means)])
