@@ -111,8 +111,8 @@ NATIVE_CHECKS = ("native", "native sharp", "native forward", "native decode")
 BREAKS = {
     ("reference.py", "subclusters"): [
         ("searched within one deviation", ".clamp_min(SEARCH_STDS) * logits.std", " * 0 + logits.std"),
-        ("half of the spread", "(squares @ each.t()).sqrt()", "(squares @ each.t()).sqrt() / 2"),
-        ("no radius", "reach * (far.radius / unit)", "0 * reach * (far.radius / unit)"),
+        ("half of the spread", "(squares @ shares.t()).sqrt()", "(squares @ shares.t()).sqrt() / 2"),
+        ("no radius", "reach * (index.radius / unit)", "0 * reach * (index.radius / unit)"),
     ],
     ("reference.py", "sharp"): [
         ("light keys read exactly", "LIGHT_WEIGHT = 64", "LIGHT_WEIGHT = 1"),
@@ -150,13 +150,13 @@ BREAKS = {
     ("plain.py", "causal"): [
         ("coarser queries", "quantize(query, QUERY_MAX)", "quantize(query, 7)"),
         ("local mass counted twice", "add_mass(mass + local_mass,", "add_mass(mass + 2 * local_mass,"),
-        ("query gradient without the scale", "(grads[0] + by_query) * view.scale", "(grads[0] + by_query)"),
-        ("no gradient through keys read", "return self.sum_rows(far.key", "return 0 * self.sum_rows(far.key"),
-        ("no gradient through centroids", ": part.shape[0]] += part", ": part.shape[0]] += 0 * part"),
-        ("no gradient through key_cov", "covariance] += grads[5]", "covariance] += 0 * grads[5]"),
-        ("no gradient through key_value_cov", "covariance] += grads[6]", "covariance] += 0 * grads[6]"),
-        ("other keys in the backward pass", "far), own_threshold, v", "far), own_threshold + 0.5, v"),
-        ("the mass has no gradient", "-block.rows(product))", "0 * block.rows(product))"),
+        ("query gradient without the scale", "+ by_query) * view.scale).view", "+ by_query) * 1.0).view"),
+        ("no gradient through keys read", "by_logit), parts[0]", "0 * by_logit), parts[0]"),
+        ("no gradient through centroids", ".shape[0]] += grads[name]", ".shape[0]] += 0 * grads[name]"),
+        ("no gradient through key_cov", 'name in ("key_cov", "key_value_cov"):', 'name in ("key_value_cov",):'),
+        ("no gradient through key_value_cov", 'name in ("key_cov", "key_value_cov"):', 'name in ("key_cov",):'),
+        ("other keys in the backward pass", "seen), thresholds, v", "seen), thresholds + 0.5, v"),
+        ("the mass has no gradient", "-block.take(product))", "0 * block.take(product))"),
         ("own chunk not causal", "scale, causal=True)", "scale, causal=False)"),
         ("own keys without gradients", "rows] += from_square[:, 0]", "rows] += 0 * from_square[:, 0]"),
     ],
@@ -191,16 +191,18 @@ BREAKS = {
         ("exact queries route", "position < self.exact_until, 0)", "position < 0, 0)"),
     ],
     ("decode.py", "decode"): [
-        ("covariance of new chunks only", ".cumsum(1) + sums[place].sum(1, keepdim=True)", ".cumsum(1)"),
-        ("covariance after a step back", "place = layout.n_chunks -", "place = index.n_chunks -"),
-        ("crop forgets nothing", "chunk_size:\n            self._index = None", "chunk_size:\n            pass"),
-        ("beams stay", "(rows.shape[0], -1)).index_select(0, rows)", "(rows.shape[0], -1))"),
+        ("covariance after a step back", "shape[1] - 1 - n_behind", "shape[1] - 1"),
         ("centroids count as keys", "layout.n_keys - layout.n_chunks *", "layout.n_keys - 0 *"),
     ],
+    ("index.py", "decode"): [
+        ("covariance of new chunks only", "torch.cat((self._sums[number], wide), dim=1)", "wide"),
+        ("crop forgets nothing", "if n_keys < self._end:", "if False:"),
+        ("beams stay", "self._kv_heads)).index_select(0, rows)", "self._kv_heads))"),
+    ],
     ("native.py", "native"): [
-        ("values move further", "keys.key_value_cov.contiguous()", "keys.key_value_cov * 1.01"),
+        ("values move further", "index.key_value_cov.contiguous()", "index.key_value_cov * 1.01"),
         ("sinks count in full in C", "math.log(SINK_WEIGHT)", "0.0"),
-        ("one thread's gradients", "(part.sum(0) for part in parts)", "(part[0] for part in parts)"),
+        ("one thread's gradients", "part.sum(0) for name, part", "part[0] for name, part"),
         ("no product in C", "(grads * merged.output).sum(-1)", "0 * grads.sum(-1)"),
     ],
     ("native.py", "native decode"): [
