@@ -22,7 +22,7 @@ from prescore.bench.records import Record, measure, read_records, row_key
 from prescore.bench.vision import models, tables
 from prescore.bench.vision.accuracy import Study, accuracy_rows
 from prescore.bench.vision.models import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, load_vision_model, open_folder
-from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly
+from prescore.integrations.attention import AttentionContext, PrescoredAttention, original_attention
 from prescore.integrations.torchvision import import_timm, mend_torchvision
 from prescore.paper import coverage
 from prescore.paper.coverage import attention_weights, coverage_rows, head_coverage, measure_coverage
@@ -265,7 +265,7 @@ def test_a_query_reads_at_most_its_budget(name, n_tokens, n_prefix):
 
 
 def test_results_of_exact_and_of_all_keys_selected(study):
-    exact = study.measure(attend_exactly)
+    exact = study.measure(original_attention)
     assert (exact["agreement"], exact["kl"], exact["n_images"], exact["top5"]) == (100, 0, 10, 100)
     hits = int((study.exact.logits.argmax(-1) == study.exact.labels).sum())
     assert exact["top1"] == pytest.approx(10 * hits)
@@ -332,7 +332,7 @@ def test_the_digits_model_learns_and_is_trained_once(tmp_path):
     loaded = load_vision_model(folder)
     assert loaded.n_tokens == 65
     # six epochs classify 64 of the first 100 test scans; chance is one in ten
-    assert Study(loaded, test, {}).measure(attend_exactly)["top1"] > 40
+    assert Study(loaded, test, {}).measure(original_attention)["top1"] > 40
     assert models.digits_model(epochs=models.QUICK_EPOCHS, cache=tmp_path, report=lines.append) == folder
     assert len(lines) == 1
 

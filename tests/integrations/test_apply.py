@@ -19,7 +19,7 @@ import prescore
 from prescore import Exact, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.integrations.apply import observe, replace_attention
-from prescore.integrations.attention import attend_exactly
+from prescore.integrations.attention import original_attention
 from prescore.integrations.patch import patches
 from prescore.integrations.transformers import PrescoredCache, attention
 
@@ -138,7 +138,7 @@ def test_applications_are_undone_in_any_order():
 
 def test_any_function_may_replace_attention():
     model = tiny("Llama")
-    before, attend = logits(model), Mock(wraps=attend_exactly)
+    before, attend = logits(model), Mock(wraps=original_attention)
     undo = replace_attention(model, {1: attend})
     assert (logits(model) - before).abs().max() < ROUNDING
     query, key, _, context = attend.call_args.args

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import prescore
 from prescore import Exact, Hyper, Lsh
+from prescore.integrations import masks
 from prescore.integrations.attention import AttentionContext, PrescoredAttention, layer_seed
 from prescore.integrations.masks import as_bool, exact_under_mask, full_mask, read_mask
 
@@ -240,3 +241,30 @@ def test_exact_attention_obeys_every_kind_of_mask_also_in_steps(kind, n_query, b
     is_shown = mask if mask.dtype == torch.bool else torch.ones_like(mask, dtype=torch.bool)
     sees = is_shown.expand(2, 4, n_query, 40).any(-1)
     torch.testing.assert_close(found[sees], wanted[sees], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["in place", "data", "numpy", "inference mode"])
+def test_a_mask_that_changed_is_read_again(change):
+    """A buffer for the mask that a caller fills anew for every forward, also where torch counts no version."""
+    query, key, value = qkv()
+    with torch.inference_mode(change == "inference mode"):
+        mask = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+        layers = [(PrescoredAttention(Exact()), AttentionContext(number, mask=mask)) for number in (0, 1)]
+        for hidden in (0, 15):
+            target = {"data": mask.data, "numpy": mask.numpy()}.get(change, mask)
+            target[..., 1 : 1 + hidden] = False
+            wanted = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+            for attend, context in layers:
+                torch.testing.assert_close(attend(query, key, value, context), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_layers_of_a_forward_read_their_mask_once(monkeypatch):
+    times = []
+    read = masks._read
+    monkeypatch.setattr(masks, "_read", lambda *given: times.append(1) or read(*given))
+    query, key, value = qkv()
+    mask = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    for _ in range(2):  # two forwards
+        for number in range(3):
+            PrescoredAttention(Exact())(query, key, value, AttentionContext(number, mask=mask))
+    assert len(times) == 2

@@ -27,8 +27,8 @@ from prescore.integrations.attention import (
     Attend,
     AttentionContext,
     PrescoredAttention,
-    attend_exactly,
     layer_seed,
+    original_attention,
 )
 from prescore.integrations.report import CallTrace
 from prescore.parallel.comm import Group
@@ -56,7 +56,7 @@ class WithoutState:
         kind, length = context.form(query, key).kind, n_keys * (1 if self.group is None else self.group.size)
         is_step = n_query < n_keys
         if context.is_local or not (is_step or kind == "causal"):
-            output, reads = attend_exactly(query, key, value, context), None
+            output, reads = original_attention(query, key, value, context), None
         elif is_step:
             parts = self.config.last_keys(n_keys)
             keys, values = (torch.cat([each[:, :, part] for part in parts], dim=2) for each in (key, value))

@@ -23,7 +23,7 @@ from prescore.integrations.attention import (
     Attend,
     AttentionContext,
     PrescoredAttention,
-    attend_exactly,
+    original_attention,
     refusal,
 )
 from prescore.integrations.patch import Adapter, Undo, span
@@ -232,7 +232,7 @@ def observe(model: nn.Module, observer: Observer) -> Iterator[int]:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         observer(query, key, context)
-        return attend_exactly(query, key, value, context)
+        return original_attention(query, key, value, context)
 
     numbers = find_adapter(model).layers(model)
     undo = replace_attention(model, dict.fromkeys(numbers, attend))

@@ -62,7 +62,8 @@ class AttentionContext:
     def form(self, query: Tensor, key: Tensor) -> MaskForm:
         """The structure of the mask, for every sequence of the batch."""
         n_keys = key.shape[2] if self.cache is None else self.cache.n_tokens
-        form = read_mask(self.mask, n_query=query.shape[2], n_keys=n_keys, is_causal=self.is_causal)
+        sizes = {"n_query": query.shape[2], "n_keys": n_keys}
+        form = read_mask(self.mask, **sizes, is_causal=self.is_causal, layer=self.layer)
         return form.for_batch(query.shape[0])
 
 
@@ -70,13 +71,19 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionContext], Tensor]
 """`query [B, Hq, Nq, D]`, `key [B, Hkv, Nk, D]`, `value [B, Hkv, Nk, Dv]`, context -> `[B, Hq, Nq, Dv]`."""
 
 
-def attend_exactly(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+def original_attention(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
     """The attention that the layer would run by itself."""
+    return _original(query, key, value, context, None)
+
+
+def _original(
+    query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, form: MaskForm | None
+) -> Tensor:
     if context.cache is not None:
         context.cache.require_all_keys()
     if context.original is not None:
         return context.original(query, key, value)
-    form = context.form(query, key)
+    form = form or context.form(query, key)
     return exact_under_mask(query, key, value, form, scale=context.scale, dropout=context.dropout)
 
 
@@ -133,7 +140,7 @@ class PrescoredAttention:
         reason = self._why_exact(form, context)
         if reason is not None:
             path = ran = reason
-            output = attend_exactly(query, key, value, context)
+            output = _original(query, key, value, context, form)
         else:
             config = self.with_prefix(context.n_prefix, form.fewest_keys()) if context.n_prefix else self.config
             seed = layer_seed(self.seed, context.layer)

@@ -78,7 +78,9 @@ class MaskForm:
         return mean_visible_keys(n_query, self.n_keys, self.valid, is_causal=self.kind == "causal")
 
 
-def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool) -> MaskForm:
+def read_mask(
+    mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool, layer: int | None = None
+) -> MaskForm:
     """The structure of a mask.
 
     Args:
@@ -87,6 +89,8 @@ def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool
         n_query: Queries; with `is_causal` they are the last positions.
         n_keys: Keys.
         is_causal: Whether a mask without a query dimension of its own is causal.
+        layer: The layer that asks. All layers of a forward share one mask, which is then read once; a layer that
+            asks again is in a new forward, and the mask may say something else by then.
     """
     plain = "causal" if is_causal and n_query > 1 else "full"
     if mask is None:
@@ -96,15 +100,15 @@ def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool
         if mask.ndim == 2 or mask.shape[2] == 1:
             return MaskForm(plain, n_keys, valid=rows.bool())
         return MaskForm("other", n_keys, mask=mask)
-    # inference tensors have no version; transformers makes them anew for every forward
+    # `.data`, NumPy and inference tensors change without a new version: a forward must not trust the one before
     question = (None if mask.is_inference() else mask._version, plain, n_query, n_keys)
-    memo: tuple[object, MaskForm] | None = getattr(mask, _MEMO, None)
-    if memo is not None and memo[0] == question:
+    memo: tuple[object, MaskForm, set[int]] | None = getattr(mask, _MEMO, None)
+    if memo is not None and layer is not None and memo[0] == question and layer not in memo[2]:
+        memo[2].add(layer)
         return memo[1]
     form = _read(mask, plain, n_query, n_keys)
-    if form.kind != "other":  # that form holds the mask, and would keep it alive
-        # all layers of a model get the same tensor, so it is read once
-        setattr(mask, _MEMO, (question, form))
+    if layer is not None and form.kind != "other":  # that form holds the mask, and would keep it alive
+        setattr(mask, _MEMO, (question, form, {layer}))
     return form
 
 

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from prescore.errors import Unsupported
-from prescore.integrations.attention import Attend, attend_exactly
+from prescore.integrations.attention import Attend, original_attention
 
 _PATCHES = "_prescore_patches"
 _FORWARD = "_prescore_original_forward"
@@ -113,7 +113,7 @@ def replace_forwards(
     for number, module in enumerate(modules):
         # modules without a function keep their forward, unless an earlier replacement acts there
         if number in functions or patches(module):
-            attached.append((module, Patch(functions.get(number, attend_exactly), number, n_prefix(number))))
+            attached.append((module, Patch(functions.get(number, original_attention), number, n_prefix(number))))
     for module, patch in attached:
         if not patches(module):
             module.__dict__[_FORWARD] = module.__dict__.get("forward")

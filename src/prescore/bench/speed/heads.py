@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from prescore.bench.speed.timing import Inputs
 from prescore.errors import Unsupported
 from prescore.integrations.apply import Layers, find_adapter, pick_layers, replace_attention
-from prescore.integrations.attention import AttentionContext, attend_exactly
+from prescore.integrations.attention import AttentionContext, original_attention
 
 SUFFIX = ".safetensors"
 NAMES = ("query", "key", "value")
@@ -140,7 +140,7 @@ def save_heads(
         tensors = zip(NAMES, (query, key, value), strict=True)
         contiguous = {name: tensor.detach().to(dtype).contiguous().cpu() for name, tensor in tensors}
         save_file(contiguous, paths[context.layer], {} if usual else {"scale": repr(context.scale)})
-        return attend_exactly(query, key, value, context)
+        return original_attention(query, key, value, context)
 
     base: nn.Module = model.base_model
     undo = replace_attention(model, dict.fromkeys(paths, save))

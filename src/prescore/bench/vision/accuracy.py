@@ -21,7 +21,7 @@ from prescore.bench.observed import Observed
 from prescore.bench.records import Row, Values
 from prescore.bench.vision.models import Images, VisionModel
 from prescore.integrations.apply import Observer, observe, replace_attention
-from prescore.integrations.attention import Attend, PrescoredAttention, attend_exactly
+from prescore.integrations.attention import Attend, PrescoredAttention, original_attention
 
 PAPER_GRID = (
     "exact",
@@ -70,7 +70,7 @@ class Study:
     @cached_property
     def exact(self) -> Predictions:
         """The model's predictions with exact attention."""
-        return self.predict(attend_exactly)
+        return self.predict(original_attention)
 
     @torch.inference_mode()
     def predict(self, attend: Attend) -> Predictions:
@@ -102,7 +102,7 @@ class Study:
     def measure(self, attend: Attend) -> Values:
         """Accuracy, difference from the exact predictions, and speed."""
         exact = self.exact
-        predictions = exact if attend is attend_exactly else self.predict(attend)
+        predictions = exact if attend is original_attention else self.predict(attend)
         log_exact = exact.logits.log_softmax(-1)
         divergence = (log_exact.exp() * (log_exact - predictions.logits.log_softmax(-1))).sum(-1).mean()
         same = (predictions.logits.argmax(-1) == exact.logits.argmax(-1)).float().mean()
@@ -136,7 +136,7 @@ def accuracy_rows(
     for name, budget, n, share, keep, seed in grid:
         if name == "exact":
             exact = {**study.described, "method": name, "budget": model.n_tokens}
-            rows.append(Row(exact, None, partial(study.measure, attend_exactly)))
+            rows.append(Row(exact, None, partial(study.measure, original_attention)))
             continue
         routes = name in ("default", ROUTED)
         scorer = None if routes else ScorerName.read(name)

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from prescore.config import Config, Exact
 from prescore.errors import Unsupported
-from prescore.integrations.attention import Attend, attend_exactly
+from prescore.integrations.attention import Attend, original_attention
 from prescore.integrations.patch import Patch, Undo, check_numbers
 from prescore.integrations.transformers.attention import UNSUPPORTED, attach_patches
 from prescore.integrations.transformers.cache import (
@@ -82,7 +82,7 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
     attached = {}
     for name, module in _interface_modules(model).items():
         number = numbers.get(name, _NO_LAYER)
-        attached[module] = Patch(functions.get(number, attend_exactly), number)
+        attached[module] = Patch(functions.get(number, original_attention), number)
 
     def switch() -> None:
         for each in _outermost(model):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from prescore.integrations.attention import Attend, attend_exactly
+from prescore.integrations.attention import Attend, original_attention
 from prescore.integrations.patch import Patch, Undo, check_numbers, refuse
 from prescore.integrations.transformers.attention import PREFIX_TOKENS, attach_patches, n_prefix_tokens
 from prescore.integrations.transformers.cache import NAME
@@ -48,7 +48,7 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
     modules = [model.get_submodule(name) for name in layers(model).values()]
     check_numbers(functions, range(len(modules)))
     attached = {
-        module: Patch(functions.get(number, attend_exactly), number, n_prefix_tokens(module))
+        module: Patch(functions.get(number, original_attention), number, n_prefix_tokens(module))
         for number, module in enumerate(modules)
     }
     configs = {id(module.config) for module in modules}
