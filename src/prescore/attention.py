@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.autograd import differentiable_once, without_autocast
+from prescore.autograd import differentiable_once, outside_graphs, refuse_tracing, without_autocast
 from prescore.call import Generator, align_keys, make_call, shifted_back
 from prescore.call import Options as Options
 from prescore.config import Config, Exact, Hyper, Routed, Selected, check_config
@@ -78,6 +78,7 @@ def prescored_attention(
 ) -> Tensor | tuple[Tensor, Aux]: ...
 
 
+@outside_graphs
 def prescored_attention(
     query: Tensor,
     key: Tensor,
@@ -143,6 +144,7 @@ def prescored_attention(
     return result.output, Aux(result.lse, selections, Stats.of(result.stats))
 
 
+@outside_graphs
 def exact_attention(
     query: Tensor,
     key: Tensor,
@@ -173,6 +175,7 @@ def exact_attention(
     return attend(query, key, value, Exact(), options, group=group, need_lse=True).attended
 
 
+@outside_graphs
 def hyper_attention(
     query: Tensor,
     key: Tensor,
@@ -282,6 +285,8 @@ def _checked(
     if config is None and options.selection is not None:
         config = Selected(remainder="none")
     config = check_config(config)
+    if not isinstance(config, Exact):
+        refuse_tracing()
     checks.probability("dropout_p", options.dropout_p)
     check_generator(options.generator)
     check_generator(options.dropout_generator, "dropout_generator")
@@ -316,6 +321,7 @@ def _checked(
     return config, pick_operator(query, options.backend, dropout)
 
 
+@outside_graphs
 def score(
     key: Tensor,
     scorer: str | Scorer = "kmeans",
@@ -349,6 +355,7 @@ def score(
         return moved.masked_fill((index < 0)[:, None, :], -torch.inf)
 
 
+@outside_graphs
 def select(
     key: Tensor,
     scorer: str | Scorer = "kmeans",

@@ -1,4 +1,4 @@
-"""Autograd and autocast guards: autocast, function transforms, and derivatives beyond the first.
+"""Autograd, autocast and compiler guards: autocast, graphs, function transforms, derivatives beyond the first.
 
 Autocast acts on a call as on torch's own attention: inputs are cast to its dtype, and nothing inside is. Function
 transforms, forward-mode and second derivatives are refused, with the reason.
@@ -6,9 +6,10 @@ transforms, forward-mode and second derivatives are refused, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,33 @@ from prescore.errors import Unsupported
 
 _NO_TRANSFORMS = "torch.func transforms (grad, vmap, jvp, ...) cannot differentiate a selection of keys"
 _NO_TANGENTS = "forward-mode derivatives are not defined for it; backward gives first derivatives"
+_NO_GRAPH = (
+    "which keys are read depends on their numbers, which a graph does not have: call it outside of the graph"
+)
 _NO_SECOND = "second derivatives are not defined for it; create_graph=True ends at its inputs"
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function at which `torch.compile` breaks its graph; under `fullgraph=True` torch says why."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        torch._dynamo.graph_break(msg=f"prescore.{function.__name__}: {_NO_GRAPH}")
+        run: Callable[_P, _R] = torch.compiler.disable(function)
+        return run(*args, **kwargs)
+
+    return call
+
+
+def refuse_tracing() -> None:
+    """Refuse `torch.jit.trace`, which would record the keys that one input reads."""
+    if torch._C._get_tracing_state() is not None:
+        raise Unsupported("attention", ["torch.jit.trace would record the choice of keys of one input"])
 
 
 def without_autocast(*tensors: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
