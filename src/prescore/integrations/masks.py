@@ -113,6 +113,8 @@ def read_mask(
 
 
 def _read(mask: Tensor, plain: str, n_query: int, n_keys: int) -> MaskForm:
+    if mask.ndim == 4 and mask.shape[3] == 1:
+        mask = mask.expand(-1, -1, -1, n_keys)  # as sdpa broadcasts it
     has_rows = mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] in (1, n_query))
     if not has_rows or mask.shape[-1] != n_keys:
         raise ValueError(

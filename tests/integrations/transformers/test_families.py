@@ -225,3 +225,18 @@ def test_numbers_are_those_of_the_model_where_other_layers_have_no_attention():
         assert applied.report()[3].path == "prescored"
     with pytest.raises(ValueError, match=r"layers must be among the model's attention layers, 1, 3, .* got 0"):
         prescore.apply(model, FEW, layers=[0])
+
+
+@pytest.mark.parametrize("config", [ROUTED.replace(min_weight=1e-9), EVERY_KEY, prescore.Exact()])
+def test_a_model_keeps_its_own_cache(config):
+    """MiniMax takes no cache but its own class; its prompts are pre-scored, its steps read every key."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2, "block_size": 16}
+    model = tiny("MiniMax", num_experts_per_tok=1, **kinds)
+    for cut in (0, 7):
+        ids, mask = prompts(cut=cut)
+        options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "use_cache": True}
+        wanted, tokens = forward(model, ids, mask), model.generate(ids, **options)
+        with prescore.apply(model, config) as applied:
+            assert (forward(model, ids, mask) - wanted)[mask.bool()].abs().max() < ROUNDING
+            assert torch.equal(model.generate(ids, **options), tokens)
+            assert applied.report()[1].last.n_keys == 29

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 
 from prescore.config import Config, Exact
 from prescore.errors import Unsupported
@@ -149,8 +149,8 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tuple[t
     if torch.compiler.is_compiling():
         return None
     config: Any = module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    cache = find_cache(args, kwargs)
-    if isinstance(cache, DynamicCache):
+    cache, own_caches = find_cache(args, kwargs), _own_caches(module)
+    if isinstance(cache, DynamicCache) and not isinstance(cache, own_caches):
         upgrade(cache, max_length=getattr(config, "max_position_embeddings", None))
         owner, _ = vars(cache).get(_SAVE_POINT, (None, None))
         if owner == id(module):  # Ctrl-C ended its last forward without calling hooks
@@ -158,13 +158,20 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tuple[t
             check_equal_lengths(cache)
         if owner in (None, id(module)):  # else the forward of a model around this one is running
             vars(cache)[_SAVE_POINT] = id(module), save_point(cache)
-    if cache is not None or module.training or getattr(config, "is_encoder_decoder", False):
+    if cache is not None or own_caches or module.training or getattr(config, "is_encoder_decoder", False):
         return None
     use_cache = kwargs.get("use_cache")
     use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
     if not use_cache or "past_key_values" not in inspect.signature(module.forward).parameters or len(args) > 1:
         return None
     return args, {**kwargs, "past_key_values": PrescoredCache(config)}
+
+
+def _own_caches(module: nn.Module) -> tuple[type, ...]:
+    """Cache classes of the model's file, such as MiniMax's: the model takes no other, so they stay."""
+    file = sys.modules[type(module).__module__]
+    classes = [each for each in vars(file).values() if isinstance(each, type) and issubclass(each, Cache)]
+    return tuple(each for each in classes if each.__module__ == file.__name__)
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: Values, output: Any) -> None:
