@@ -43,7 +43,14 @@ if TYPE_CHECKING:
 
 # Resolved on first use, so that `import prescore` touches neither a model library nor a device.
 _HOMES = {
-    "prescore.attention": ("exact_attention", "hyper_attention", "prescored_attention", "score", "select"),
+    "prescore.attention": (
+        "attend_keys",
+        "exact_attention",
+        "hyper_attention",
+        "prescored_attention",
+        "score",
+        "select",
+    ),
     "prescore.config": ("Config", "Coupling", "Exact", "Hyper", "Lsh", "Routed", "Selected", "config_from_dict"),
     "prescore.int8.linear": ("use_int8_weights",),
     "prescore.integrations.apply": ("Applied", "apply"),

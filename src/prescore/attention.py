@@ -11,13 +11,15 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.autograd import differentiable_once, outside_graphs, refuse_tracing, without_autocast
-from prescore.call import Generator, align_keys, make_call, shifted_back
+from prescore.call import Generator, align_keys, make_call, shifted_back, with_positive_scale
 from prescore.call import Options as Options
 from prescore.config import Config, Exact, Hyper, Routed, Selected, check_config
 from prescore.engines import run_engine
 from prescore.errors import Unsupported
 from prescore.ops.dropout import Dropout
+from prescore.ops.key_lists import check_key_lists, list_parts, without_duplicates
 from prescore.ops.operators import Operator, pick_operator
+from prescore.ops.parts import attend_parts
 from prescore.parallel.entry import attend_in_group
 from prescore.rng import Streams, as_streams, check_generator
 from prescore.routed.backends import auto_config, unsupported
@@ -193,6 +195,53 @@ def hyper_attention(
     checks.instance("config", config, (Hyper,))
     options = Options(is_causal, key_padding_mask, scale, generator, backend=backend)
     return attend(query, key, value, config, options, need_lse=True).attended
+
+
+@outside_graphs
+def attend_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Attended:
+    """Exact softmax attention in which the caller says which keys each query reads.
+
+    Nothing else is read: causality, sinks and recent keys are the caller's to list. `merge` joins the result with
+    attention over other keys.
+
+    Args:
+        query: `[B, Hq, Nq, D]`.
+        key: `[B, Hkv, Nk, D]`, `Hq` a multiple of `Hkv`.
+        value: `[B, Hkv, Nk, Dv]`.
+        indices: `[B, Hq or Hkv, n, S]` int64 or int32: lists of key positions, -1 = none. With `Hkv` heads, the
+            query heads of a KV head share its lists. With `n = Nq` every query has a list; otherwise the queries
+            are cut into `n` blocks of `ceil(Nq / n)`, the last one maybe shorter, and a block shares a list. A key
+            that a list names several times counts once.
+        scale: Factor of the logits, `D ** -0.5` by default.
+        backend: `auto`, `cpu-flash`, `cuda-efficient` or `plain`.
+
+    Returns:
+        Output and lse over the listed keys; a query whose list is empty has output 0 and lse -inf. Gradients reach
+        the queries and the listed keys and values.
+
+    Example:
+        >>> indices = (query[:, :, -1:] @ key.transpose(-1, -2)).topk(64).indices  # one KV head per query head
+        >>> output, lse = attend_keys(query[:, :, -1:], key, value, indices)
+    """
+    with without_autocast(query, key, value) as (query, key, value):
+        checks.attention_inputs(query, key, value, is_causal=False, key_padding_mask=None, scale=scale)
+        check_key_lists(indices, query, key)
+        if backend in ("native", "triton"):
+            raise Unsupported(f"backend {backend!r}", ["it runs Routed only"])
+        operator = pick_operator(query, backend)
+        refuse_tracing()
+        scaled, factor = with_positive_scale(query, scale)
+        tensors = differentiable_once(scaled, key, value)
+        parts = list_parts(without_duplicates(indices), query, key)
+        return attend_parts(*tensors, parts, scale=factor, operator=operator)
 
 
 # How a public call runs: check everything, make a `Call`, let the configuration's engine answer it.
