@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -284,6 +285,20 @@ def test_everything_can_be_imported_under_a_default_device_without_memory():
 def test_an_older_transformers_is_refused(monkeypatch):
     monkeypatch.setattr(transformers, "__version__", "5.3.1")
     with pytest.raises(ImportError, match=r"transformers must be at least 5\.18, got 5\.3\.1"):
+        attention.register()
+
+
+@pytest.mark.parametrize(
+    ("library", "version", "tested"),
+    [(transformers, "5.24.0", "5.18 to 5.23"), (torch, "2.14.0+cpu", "2.13"), (torch, "2.12.1", "2.13")],
+)
+def test_versions_that_were_not_tested_are_warned_of(monkeypatch, library, version, tested):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention.register()
+    monkeypatch.setattr(library, "__version__", version)
+    message = re.escape(f"prescore was tested with {library.__name__} {tested}, got {version}")
+    with pytest.warns(UserWarning, match=f"^{message}$"):
         attention.register()
 
 

@@ -22,7 +22,7 @@ def test_names_of_versions_are_looked_up():
     asked = versions["requirement"]
     assert asked("torch", "newest") == "torch"
     assert asked("torch", "2.9.1") == "torch==2.9.1"
-    for name, oldest in (("torch", "2.5.0"), ("transformers", "5.18.0")):
+    for name, oldest in (("torch", "2.13.0"), ("transformers", "5.18.0")):
         assert asked(name, "pinned") == f"{name}=={pins()[name]}"
         assert asked(name, "oldest") == f"{name}=={oldest}"
 

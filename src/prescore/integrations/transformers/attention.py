@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -50,7 +51,8 @@ UNSUPPORTED = {
     "position_bias": "it adds a position bias to the logits",
 }
 """Arguments of transformers' attention functions -> why pre-scored attention cannot honour them."""
-_OLDEST = 5, 18
+_TESTED = {"torch": ((2, 13), (2, 13)), "transformers": ((5, 18), (5, 23))}
+"""The oldest and newest minor versions that were tested, docs/start.md."""
 _DEFAULT = "_prescore_default_patch"
 _CONFIG = "_prescore_config_copy"
 _IMPLEMENTATION = "_attn_implementation_internal"
@@ -147,9 +149,14 @@ def prescored_mask(
 
 def register() -> None:
     """Register `attn_implementation="prescored"` with transformers; a second call does nothing."""
-    version = transformers.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        raise ImportError(f"transformers must be at least {'.'.join(map(str, _OLDEST))}, got {version}")
+    for name, version in (("torch", torch.__version__), ("transformers", transformers.__version__)):
+        oldest, newest = _TESTED[name]
+        minor = tuple(int(part) for part in version.split(".")[:2])
+        tested = " to ".join(dict.fromkeys(".".join(map(str, bound)) for bound in (oldest, newest)))
+        if name == "transformers" and minor < oldest:
+            raise ImportError(f"transformers must be at least {'.'.join(map(str, oldest))}, got {version}")
+        if not oldest <= minor <= newest:
+            warnings.warn(f"prescore was tested with {name} {tested}, got {version}", stacklevel=2)
     AttentionInterface.register(NAME, prescored_attention_forward)
     AttentionMaskInterface.register(NAME, prescored_mask)
 
