@@ -1,6 +1,6 @@
 """Your own scorer in one class: checked against the contract, used by name, also on the command line.
 
-prescore --import examples/07_own_scorer.py generate --prompt-file book.txt --config surprise --top-k 64
+prescore --import examples/07_own_scorer.py generate -d book.txt --method surprise --top-k 64
 """
 
 from dataclasses import dataclass

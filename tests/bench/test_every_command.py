@@ -91,7 +91,7 @@ def test_measuring_runs_as_documented_on_any_model(argv, saved, text, tmp_path, 
 @pytest.mark.parametrize("place", ["before", "behind", "equals"])
 def test_an_imported_scorer_is_known_to_commands(place, saved, text, tmp_path, lines, extension):
     file = str(extension("my_scorer.py"))
-    command = ["generate", "--model", saved, "--prompt-file", text, "--config", "peak", "--top-k", "16"]
+    command = ["generate", "--model", saved, "-d", text, "--method", "peak", "--top-k", "16"]
     command += ["--max-new-tokens", "2", "--set", "scorer.power=2", "--set", "min_seq_len=64"]
     command += ["--no-exact", "--out", str(tmp_path / "run")]
     own = [f"--import={file}"] if place == "equals" else ["--import", file]

@@ -22,7 +22,7 @@ def run(model, out, *extra):
     return main([*common, *extra])
 
 
-KEY_DIFF = ("--config", "key-diff", "--set", "min_seq_len=16")
+KEY_DIFF = ("--method", "key-diff", "--set", "min_seq_len=16")
 
 
 def test_text_speeds_memory_and_selection_are_shown(model, lines, tmp_path, capsys):
@@ -41,7 +41,7 @@ def test_text_speeds_memory_and_selection_are_shown(model, lines, tmp_path, caps
 
 @pytest.mark.parametrize("config", [("exact",), ("default",), ("key-diff", "--top-k", "1.0")], ids="-".join)
 def test_every_key_gives_the_exact_text(model, tmp_path, capsys, config):
-    assert run(model, tmp_path, "--config", *config, "--json") == 0
+    assert run(model, tmp_path, "--method", *config, "--json") == 0
     exact, own = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
     assert (own["results"]["text"], own["results"]["same_tokens"]) == (exact["results"]["text"], 5)
     assert own["results"]["first_token_kl"] < 1e-6
@@ -61,7 +61,7 @@ def test_choices_after_the_exact_text_are_compared_with_it(model, lines, tmp_pat
         assert names == ["exact", "prescored", "prescored, after the exact text"]
         return [record["results"] for record in records]
 
-    same = agreed("same", "--config", "exact")[2]
+    same = agreed("same", "--method", "exact")[2]
     assert (same["agreement"], same["step_agreement"], same["compared"]) == (1.0, 1.0, 5)
     assert "100.0 % of 5" in capsys.readouterr().out
     few = (*KEY_DIFF, "--top-k", "1", "--set", "remainder=none", "--set", "sinks=0")

@@ -316,10 +316,10 @@ def parse_method(name: str, sizes: Sizes) -> Method:
     if name in list_baselines():
         return Method(name, Baseline.at_budget(name, leaf, top_k), {"top_k": top_k})
     scorer = ScorerName.read(name)
-    if scorer is None:
-        checks.one_of(
-            "method", name, (*_CONFIGS, "local", *list_baselines(), *_scorer_names(), f"[{PAPER}]{_FORM}")
-        )
+    if scorer is None and name not in _CONFIGS:
+        names = (*_CONFIGS, "local", *list_baselines(), *_scorer_names(), f"[{PAPER}]{_FORM}")
+        hint = checks.nearest(name, names) or "; one that a file of yours registers needs --import FILE"
+        raise ValueError(f"method must be one of {', '.join(map(repr, names))}, got {name!r}{hint}")
     config: Config = _CONFIGS[name] if scorer is None else scorer.config()
     fields = {"top_k": sizes.top_k, "min_seq_len": sizes.leaf, "lsh": sizes.lsh}
     fields |= {"inner": sizes.lsh} if scorer is not None and scorer.is_paper else {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,21 +15,28 @@ from prescore.bench.cli import options as cli
 from prescore.bench.records import Row, Values, row_key
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import DynamicCache
+
+    from prescore.bench.language.generation import Generated
+    from prescore.bench.language.model import LanguageModel
     from prescore.config import Config
 
-_QUICK_PROMPT, _QUICK_TOKENS = 2560, 8
-"""Sizes of `--quick`: the default routes after 2048 tokens."""
+_QUICK_PROMPT, _QUICK_TOKENS, _TOKENS = 2560, 8, 64
+"""Sizes of `--quick`: the default routes after 2048 tokens; tokens generated otherwise."""
 
 
 def command(
     given: cli.Language,
     run: cli.Run,
     prompt: str | None = typer.Option(None, help="The prompt itself."),
-    prompt_file: Path | None = typer.Option(None, exists=True, dir_okay=False, help="A text file to continue."),
-    prompt_tokens: int | None = typer.Option(
-        None, min=1, help="Cut the prompt to this many tokens.  [default: all]"
+    document: str | None = typer.Option(
+        None, "--document", "-d", help="The text to continue: a file or a name of the corpus."
     ),
-    config: str = typer.Option(
+    length: int | None = typer.Option(
+        None, "--length", "-n", min=1, help="Cut the prompt to this many tokens.  [default: all]"
+    ),
+    method: str = typer.Option(
         "default", help="default, hyper, exact or [paper:]SCORER[-RULE][-sample][+centroids]."
     ),
     top_k: str | None = typer.Option(
@@ -36,9 +44,7 @@ def command(
     ),
     max_new_tokens: int | None = typer.Option(None, min=1, help="Tokens to generate at most.  [default: 64]"),
     prefill_chunk_size: int | None = typer.Option(
-        None,
-        min=1,
-        help="Tokens of the prompt per forward; fewer need less memory.  [default: all]",
+        None, min=1, help="Tokens of the prompt per forward; fewer need less memory.  [default: all]"
     ),
     evict: bool = typer.Option(False, "--evict", help="Free the keys and values that a scorer left out."),
     refresh_every: int | None = typer.Option(
@@ -53,116 +59,207 @@ def command(
 ) -> None:
     """Continue a text greedily; print the text, prefill and decode speed, cache memory and selection sizes.
 
-    Example: prescore generate --prompt-file book.txt --prompt-tokens 4000 --config key-diff --top-k 512
+    Example: prescore generate -d book.txt -n 4000 --method key-diff --top-k 512
 
-    Example: prescore generate --prompt-file book.txt --prompt-tokens 7936 --ignore-end --agreement
+    Example: prescore generate -d book.txt -n 7936 --ignore-end --agreement
     """
-    from prescore.bench.language import generation
     from prescore.bench.language.generation import generation_table
-    from prescore.integrations.apply import apply
-    from prescore.integrations.decode import keeps_selection
 
-    chosen, places = read_config(config, top_k, given.fields), cli.read_layers(given.layers)
+    if run.quick:
+        length, max_new_tokens = length or _QUICK_PROMPT, max_new_tokens or _QUICK_TOKENS
+    settings = Settings(
+        read_config(method, top_k, given.fields),
+        layers=cli.read_layers(given.layers),
+        max_new_tokens=max_new_tokens or _TOKENS,
+        prefill_chunk_size=prefill_chunk_size,
+        evict=evict,
+        refresh_every=refresh_every,
+        beams=beams,
+        ignore_end=ignore_end,
+    )
     if agreement and (not exact or beams > 1):
         raise ValueError(f"--agreement must come with --exact and one beam, got exact={exact} and {beams} beams")
-    if prefill_chunk_size is not None and beams > 1:
-        raise ValueError(f"prefill_chunk_size must come with one beam, got {beams} beams")
-    if ignore_end and beams > 1:
-        raise ValueError(f"ignore_end must come with one beam, got {beams} beams")
-    for name, value in {"evict": evict, "refresh_every": refresh_every}.items():
-        if value and not keeps_selection(chosen):
-            got = type(chosen).__name__
-            raise ValueError(f"{name} must come with a Selected that leaves keys out, got {got}")
-    if run.quick:
-        prompt_tokens, max_new_tokens = prompt_tokens or _QUICK_PROMPT, max_new_tokens or _QUICK_TOKENS
-    options: Values = {"layers": places, "max_new_tokens": max_new_tokens or 64}
-    text = _prompt(prompt, prompt_file, run.quick)
+    settings.check()
+    text = _prompt(prompt, document, run.quick)
     session = run.open("generate", given.device)
-    loaded = given.load(check_head=False)  # before transformers is imported
-    import torch
-    from transformers import DynamicCache, TextStreamer
-
-    from prescore.integrations.transformers.cache import PrescoredCache
-
-    model, tokenizer, seed = loaded.model, loaded.tokenizer, run.seed
-    ids = loaded.encode(text)[None, :prompt_tokens].to(given.device)
-    if ids.shape[1] == 0:
-        raise ValueError("the prompt must have at least one token, got an empty text")
-    # a model that cannot run the configuration is refused before anything is computed
-    apply(model, chosen, layers=places).undo()
-    common = {
-        "model": given.model,
-        "dtype": loaded.dtype,
-        "prompt": hashlib.sha256(str(ids.tolist()).encode()).hexdigest()[:12],
-        "prompt_tokens": int(ids.shape[1]),
-        "max_new_tokens": options["max_new_tokens"],
-        "beams": beams,
-        "ignore_end": ignore_end,
-        **({} if prefill_chunk_size is None else {"prefill_chunk_size": prefill_chunk_size}),
-    }
-    exact_row = {**common, "attention": "exact"}
-    own = {"config": chosen.to_dict(), "layers": places, "evict": evict, "refresh_every": refresh_every}
-    first_logits: list[torch.Tensor] = []
-
-    def cache(attention: Config | None) -> DynamicCache:
-        of_text = model.config.get_text_config(decoder=True)
-        if attention is None:
-            return DynamicCache(config=of_text)
-        return PrescoredCache(of_text, evict=evict, refresh_every=refresh_every)
-
-    def exact_tokens() -> list[int]:
-        with session.reading():
-            return [int(token) for token in session.file[row_key("generate", exact_row, seed)].results["tokens"]]
-
-    def measure(attention: Config | None) -> Values:
-        """One generation; the text is printed as it is generated."""
-        session.say(f"{'exact' if attention is None else 'prescored'}: reading {ids.shape[1]} tokens")
-        new = cache(attention)
-        streamer: Any = TextStreamer(tokenizer)
-
-        def show(*tokens: int) -> None:
-            if not run.json:
-                streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
-
-        if beams > 1:
-            made = generation.beams_measured(model, ids, new, attention, **options, n_beams=beams)
-            show(*made.tokens)
-        else:
-            end: Values = {"ignore_end": ignore_end, "on_token": show}
-            chunks: Values = {"prefill_chunk_size": prefill_chunk_size}
-            made = generation.generate_measured(model, ids, new, attention, **options, **end, **chunks)
-        if not run.json:
-            streamer.end()
-        results = {**made.results, "text": tokenizer.decode(made.tokens), "tokens": made.tokens}
-        if attention is not None and exact:
-            same = itertools.takewhile(
-                lambda pair: pair[0] == pair[1], zip(exact_tokens(), made.tokens, strict=False)
-            )
-            results["same_tokens"] = len(list(same))
-            if first_logits:  # of an exact generation in this process
-                results["first_token_kl"] = generation.first_token_kl(first_logits[0], made.logits)
-        elif attention is None:
-            first_logits.append(made.logits)
-        return results
-
-    def measure_agreement() -> Values:
-        """The choices after each token that exact attention chose."""
-        session.say(f"after the exact text: reading {ids.shape[1]} tokens")
-        tokens = exact_tokens()
-        forced: Values = {"forced": tokens, "prefill_chunk_size": prefill_chunk_size}
-        made = generation.generate_measured(model, ids, cache(chosen), chosen, layers=places, **forced)
-        return {**made.results, **generation.agreement(tokens, made.tokens)}
-
-    rows = [Row(exact_row, seed, partial(measure, None))] if exact else []
-    rows.append(Row({**common, "attention": "prescored", **own}, seed, partial(measure, chosen)))
-    if agreement:
-        rows.append(
-            Row({**common, "attention": "prescored, after the exact text", **own}, seed, measure_agreement)
-        )
-    records = session.run(rows)
+    comparison = Comparison.load(given, settings, session, text, length, run.seed)
+    records = session.run(comparison.rows(exact, agreement))
     with session.reading():
         session.show(generation_table(records).to_rich())
     session.say(f"records: {session.file.path}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a prompt is continued; see the options."""
+
+    config: Config
+    layers: str | list[int]
+    max_new_tokens: int
+    prefill_chunk_size: int | None
+    evict: bool
+    refresh_every: int | None
+    beams: int
+    ignore_end: bool
+
+    def check(self) -> None:
+        """Refuse what would have no effect."""
+        from prescore.integrations.decode import keeps_selection
+
+        for name in ("prefill_chunk_size", "ignore_end"):
+            if getattr(self, name) and self.beams > 1:
+                raise ValueError(f"{name} must come with one beam, got {self.beams} beams")
+        for name in ("evict", "refresh_every"):
+            if getattr(self, name) and not keeps_selection(self.config):
+                kind = type(self.config).__name__
+                raise ValueError(f"{name} must come with a Selected that leaves keys out, got {kind}")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A prompt that is continued by exact attention, and by a configuration.
+
+    Attributes:
+        session: Where rows are kept.
+        loaded: The model.
+        settings: How it is continued.
+        ids: The prompt, `[1, N]`.
+        described: What all records say.
+        seed: Of the rows.
+        first_logits: Of exact attention's first choice, where it was made in this process.
+    """
+
+    session: cli.Session
+    loaded: LanguageModel
+    settings: Settings
+    ids: torch.Tensor
+    described: Values
+    seed: int
+    first_logits: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def load(
+        cls,
+        given: cli.Language,
+        settings: Settings,
+        session: cli.Session,
+        text: str,
+        length: int | None,
+        seed: int,
+    ) -> Comparison:
+        """Load the model; one that cannot run the configuration is refused before anything is computed."""
+        from prescore.integrations.apply import apply
+
+        loaded = given.load(check_head=False)
+        ids = loaded.encode(text)[None, :length].to(given.device)
+        if ids.shape[1] == 0:
+            raise ValueError("the prompt must have at least one token, got an empty text")
+        apply(loaded.model, settings.config, layers=settings.layers).undo()
+        chunks, size = {}, settings.prefill_chunk_size
+        if size is not None:
+            chunks = {"prefill_chunk_size": size}
+        described = {
+            "model": given.model,
+            "dtype": loaded.dtype,
+            "prompt": hashlib.sha256(str(ids.tolist()).encode()).hexdigest()[:12],
+            "prompt_tokens": int(ids.shape[1]),
+            "max_new_tokens": settings.max_new_tokens,
+            "beams": settings.beams,
+            "ignore_end": settings.ignore_end,
+            **chunks,
+        }
+        return cls(session, loaded, settings, ids, described, seed)
+
+    def rows(self, exact: bool, agreement: bool) -> list[Row]:
+        """What is measured, exact attention first."""
+        settings = self.settings
+        options: Values = {"config": settings.config.to_dict(), "layers": settings.layers}
+        options |= {"evict": settings.evict, "refresh_every": settings.refresh_every}
+
+        def row(attention: str, own: Values, measure: Callable[[], Values]) -> Row:
+            return Row({**self.described, "attention": attention, **own}, self.seed, measure)
+
+        rows = [row("exact", {}, self.measure_exact)] if exact else []
+        rows.append(row("prescored", options, partial(self.measure, exact)))
+        if agreement:
+            rows.append(row("prescored, after the exact text", options, self.measure_agreement))
+        return rows
+
+    def measure_exact(self) -> Values:
+        """Exact attention's text."""
+        made = self.generate(None)
+        self.first_logits.append(made.logits)
+        return self._results(made)
+
+    def measure(self, compare: bool) -> Values:
+        """The configuration's text, and how far it is exact attention's."""
+        from prescore.bench.language.generation import first_token_kl
+
+        made = self.generate(self.settings.config)
+        results = self._results(made)
+        if compare:
+            pairs = zip(self._exact_tokens(), made.tokens, strict=False)
+            results["same_tokens"] = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            if self.first_logits:
+                results["first_token_kl"] = first_token_kl(self.first_logits[0], made.logits)
+        return results
+
+    def measure_agreement(self) -> Values:
+        """The configuration's choices after each token that exact attention chose."""
+        from prescore.bench.language import generation
+
+        self.session.say(f"after the exact text: reading {self.ids.shape[1]} tokens")
+        tokens, config = self._exact_tokens(), self.settings.config
+        forced: Values = {"forced": tokens, "prefill_chunk_size": self.settings.prefill_chunk_size}
+        model, cache = self.loaded.model, self._cache(config)
+        made = generation.generate_measured(model, self.ids, cache, config, layers=self.settings.layers, **forced)
+        return {**made.results, **generation.agreement(tokens, made.tokens)}
+
+    def generate(self, attention: Config | None) -> Generated:
+        """One generation; None = exact. The text is printed as it is generated."""
+        import torch
+        from transformers import TextStreamer
+
+        from prescore.bench.language import generation
+
+        name = "exact" if attention is None else "prescored"
+        self.session.say(f"{name}: reading {self.ids.shape[1]} tokens")
+        streamer: Any = TextStreamer(self.loaded.tokenizer)
+
+        def show(*tokens: int) -> None:
+            if not self.session.json:
+                streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
+
+        settings, call = self.settings, (self.loaded.model, self.ids, self._cache(attention), attention)
+        options: Values = {"layers": settings.layers, "max_new_tokens": settings.max_new_tokens}
+        if settings.beams > 1:
+            made = generation.beams_measured(*call, **options, n_beams=settings.beams)
+            show(*made.tokens)
+        else:
+            options |= {"ignore_end": settings.ignore_end, "prefill_chunk_size": settings.prefill_chunk_size}
+            made = generation.generate_measured(*call, **options, on_token=show)
+        if not self.session.json:
+            streamer.end()
+        return made
+
+    def _cache(self, attention: Config | None) -> DynamicCache:
+        from transformers import DynamicCache
+
+        from prescore.integrations.transformers.cache import PrescoredCache
+
+        config = self.loaded.model.config.get_text_config(decoder=True)
+        if attention is None:
+            return DynamicCache(config=config)
+        return PrescoredCache(config, evict=self.settings.evict, refresh_every=self.settings.refresh_every)
+
+    def _results(self, made: Generated) -> Values:
+        text = self.loaded.tokenizer.decode(made.tokens)
+        return {**made.results, "text": text, "tokens": made.tokens}
+
+    def _exact_tokens(self) -> Sequence[int]:
+        key = row_key("generate", {**self.described, "attention": "exact"}, self.seed)
+        with self.session.reading():
+            return [int(token) for token in self.session.file[key].results["tokens"]]
 
 
 def read_config(name: str, top_k: str | None, fields: Values) -> Config:
@@ -172,19 +269,19 @@ def read_config(name: str, top_k: str | None, fields: Values) -> Config:
 
     named = parse_method(name, Sizes()).config
     if isinstance(named, Local | Baseline):
-        raise ValueError(f"config must be a configuration of the library, got {name!r}")
+        raise ValueError(f"--method must be a configuration of the library, got {name!r}")
     if top_k is not None:
         if not isinstance(named, Selected):
-            raise ValueError(f"top_k must come with a scorer as --config, got {top_k} for {name!r}")
+            raise ValueError(f"--top-k must come with a scorer as --method, got {top_k} for {name!r}")
         fields = {"top_k": cli.read_budget(top_k), **fields}
     return change(named, fields)
 
 
-def _prompt(prompt: str | None, prompt_file: Path | None, quick: bool) -> str:
-    from prescore.bench.language.documents import TOPICS, load_documents, read_text
+def _prompt(prompt: str | None, document: str | None, quick: bool) -> str:
+    from prescore.bench.language.documents import TOPICS, load_documents
 
-    if quick and prompt is None and prompt_file is None:
-        return load_documents([TOPICS])[0].text
-    if (prompt is None) == (prompt_file is None):
-        raise ValueError("exactly one of --prompt and --prompt-file must be given")
-    return read_text(prompt_file) if prompt_file else prompt or ""
+    if quick and prompt is None and document is None:
+        document = TOPICS
+    if (prompt is None) == (document is None):
+        raise ValueError("exactly one of --prompt and --document must be given")
+    return prompt or "" if document is None else load_documents([document], limit=1)[0].text

@@ -72,7 +72,7 @@ def run(build: Callable[[], typer.Typer], name: str, argv: Sequence[str] | None)
 def _refuse(error: Exception, argv: Sequence[str]) -> int:
     # typer's usage errors have no public base class; all of them have this method
     if hasattr(error, "format_message"):
-        return _fail(error.format_message())
+        return _fail(error.format_message() + _setting(error))
     if isinstance(error, ModuleNotFoundError):
         from prescore.bench.cli.info import installation
 
@@ -83,6 +83,22 @@ def _refuse(error: Exception, argv: Sequence[str]) -> int:
         return _fail(str(error))
     # a fault in this package or in an imported one
     return _fail(f"{type(error).__name__}: {error}; --debug shows where", FAULT)
+
+
+def _setting(error: Exception) -> str:
+    """Where an unknown option is a field of a configuration: how it is set; else empty."""
+    context, name = (
+        getattr(error, "ctx", None),
+        str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_"),
+    )
+    if context is None or not any("--set" in parameter.opts for parameter in context.command.params):
+        return ""
+    from prescore.bench.methods import field_paths
+    from prescore.config import Hyper, Routed, Selected
+
+    paths = {path for config in (Routed(), Selected(), Hyper()) for path in field_paths(config)}
+    fitting = [name] if name in paths else sorted(path for path in paths if path.endswith(f".{name}"))
+    return f" (a field of configurations: --set {fitting[0]}=VALUE)" if fitting else ""
 
 
 def _fail(sentence: str, code: int = BAD_USAGE) -> int:
