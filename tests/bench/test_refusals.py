@@ -93,7 +93,7 @@ REFUSALS = {
     "save-heads": [
         ("-d text.txt -n 8", "'-n': "),
         ("-d missing.txt", "document must be a readable file, got missing.txt"),
-        ("--model no/such-model -d tutorial", "no/such-model"),
+        ("--model no/such-model -d python-reference", "no/such-model"),
     ],
     "vision": [
         ("--resolution 16", "resolution must be given with a model and images, got resolution 16"),
