@@ -30,10 +30,10 @@ def watch() -> Callable[[], Values]:
     `others` is the mean number of cores that other processes, or other guests of the host, had meanwhile. It is
     missing where the system does not tell.
     """
-    begin, own, all_processes = time.perf_counter(), _own_seconds(), _all_seconds()
+    begin, spent_before, all_processes = time.perf_counter(), _own_seconds(), _all_seconds()
 
     def load() -> Values:
-        wall, spent, total = time.perf_counter() - begin, _own_seconds() - own, _all_seconds()
+        wall, spent, total = time.perf_counter() - begin, _own_seconds() - spent_before, _all_seconds()
         values: Values = {"processor_seconds": round(spent, 3), "cores": len(_usable())}
         if all_processes is not None and total is not None and wall > 0:
             values["others"] = round(max(0.0, total - all_processes - spent) / wall, 2)
@@ -69,7 +69,7 @@ def _all_seconds() -> float | None:
     usable, total = {f"cpu{number}" for number in _usable()}, 0
     for name, *fields in map(str.split, lines):
         if name in usable:
-            total += sum(int(value) for place, value in enumerate(fields[:_GUEST]) if place not in _IDLE)
+            total += sum(int(value) for number, value in enumerate(fields[:_GUEST]) if number not in _IDLE)
     return total / ticks
 
 

@@ -69,9 +69,9 @@ def figure(
             drawn.savefig(working)
 
 
-def line_style(place: int) -> Values:
-    """Colour, marker and dashes of the line at a place: no two of the first ten share a colour or a marker."""
-    cycle, index = divmod(place, len(_LINES))
+def line_style(number: int) -> Values:
+    """Colour, marker and dashes of a line by its number: no two of the first ten share a colour or a marker."""
+    cycle, index = divmod(number, len(_LINES))
     dashes = _DASHES[cycle % len(_DASHES)]
     return {"color": _LINES[index], "marker": _MARKERS[(index + cycle) % len(_MARKERS)], "linestyle": dashes}
 
@@ -90,9 +90,9 @@ def line_plot(
         known = sorted({name for row in rows for name in row})
         raise ValueError(f"rows must have numbers in {x!r} and {y!r}, and {by!r}, got {len(rows)} with {known}")
     with figure(path, (6.4, 4.2)) as (_, axes):
-        for place, (name, line) in enumerate(points.items()):
+        for number, (name, line) in enumerate(points.items()):
             means = [(at, statistics.fmean(line[at])) for at in sorted(line)]
-            axes.plot(*zip(*means, strict=True), label=name, markersize=4, **line_style(place))
+            axes.plot(*zip(*means, strict=True), label=name, markersize=4, **line_style(number))
         if log_x:
             powers_of_two(axes)
         if log_y:
@@ -115,14 +115,14 @@ def bars(
     colours: Sequence[str],
 ) -> None:
     """Horizontal bars from top to bottom with a whisker of one standard deviation, each labelled by its value."""
-    places = list(range(len(labels)))
+    heights = list(range(len(labels)))
     axes.barh(
-        places, values, xerr=spreads, color=colours, height=0.72, error_kw={"elinewidth": 1, "ecolor": "#444444"}
+        heights, values, xerr=spreads, color=colours, height=0.72, error_kw={"elinewidth": 1, "ecolor": "#444444"}
     )
-    axes.set_yticks(places, labels)
+    axes.set_yticks(heights, labels)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    for place, value, spread in zip(places, values, spreads, strict=True):
+    for height, value, spread in zip(heights, values, spreads, strict=True):
         axes.annotate(
-            f"{value:.2f}", (value + spread, place), (3, 0), textcoords="offset points", va="center", fontsize=7
+            f"{value:.2f}", (value + spread, height), (3, 0), textcoords="offset points", va="center", fontsize=7
         )

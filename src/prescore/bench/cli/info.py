@@ -109,15 +109,15 @@ def physical_cores(cpuinfo: Path = Path("/proc/cpuinfo")) -> Values:
         text, usable = cpuinfo.read_text(encoding="utf-8"), os.sched_getaffinity(0)
     except (OSError, AttributeError):  # macOS has neither
         return {"cores": None, "sockets": None}
-    found = set()
+    cores = set()
     for entry in text.strip().split("\n\n"):
         fields = {
             name.strip(): value.strip() for name, _, value in (line.partition(":") for line in entry.split("\n"))
         }
         if {"processor", "physical id", "core id"} <= set(fields) and int(fields["processor"]) in usable:
-            found.add((fields["physical id"], fields["core id"]))
-    sockets = {socket for socket, _ in found}
-    return {"cores": len(found) or None, "sockets": len(sockets) or None}
+            cores.add((fields["physical id"], fields["core id"]))
+    sockets = {socket for socket, _ in cores}
+    return {"cores": len(cores) or None, "sockets": len(sockets) or None}
 
 
 def describe_threads(threads: int, cores: int | None, sockets: int | None) -> str:

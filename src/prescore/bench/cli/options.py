@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -77,9 +77,9 @@ class Run:
         """
         path = _directory(command, self.out, self.resume) / RECORDS
         if not (path.is_file() and path.stat().st_size):
-            for found in (found for pattern in writes for found in path.parent.glob(pattern)):
+            for present in (present for pattern in writes for present in path.parent.glob(pattern)):
                 raise RecordFileError(
-                    f"{found} must not be there before a new run, which would replace it; choose another --out"
+                    f"{present} must not be there before a new run, which would replace it; choose another --out"
                 )
         file = RecordFile(path, resume=self.resume)
         if file.dropped is not None:
@@ -158,6 +158,19 @@ class Comparison(Language):
         help="Exact causal leaves, and chunks of the default. (default: length / 8, and the default as it is)",
     )
 
+    def methods(
+        self, lengths: Sequence[int], names: Iterable[str], *, leaf: int | None, top_k: str | None
+    ) -> dict[int, list[Method]]:
+        """Methods by their names with the sizes of each length, none twice; `--set` must fit one of them."""
+        from prescore.bench.methods import Sizes, check_changes, parse_method
+
+        budget, chosen, changes = read_budget(top_k or "256"), list(dict.fromkeys(names)), self.fields
+        by_length = {
+            n: [parse_method(name, Sizes.of_text(n, leaf, budget, changes)) for name in chosen] for n in lengths
+        }
+        check_changes(changes, [method for methods in by_length.values() for method in methods])
+        return by_length
+
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     """A command as typer reads it: the fields of a group are options."""
@@ -168,11 +181,14 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
         if name not in groups:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
             continue
-        own = get_type_hints(groups[name], include_extras=True)
+        annotations = get_type_hints(groups[name], include_extras=True)
         for field in fields(groups[name]):
             parameters.append(
                 parameter.replace(
-                    name=field.name, kind=parameter.KEYWORD_ONLY, default=field.default, annotation=own[field.name]
+                    name=field.name,
+                    kind=parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=annotations[field.name],
                 )
             )
 
@@ -240,12 +256,12 @@ def _load(name: str) -> None:
             importlib.import_module(name)
         else:
             # a name that no module has: a file may be called as one of Python's
-            own = f"prescore --import {path.absolute()}"
-            spec = importlib.util.spec_from_file_location(own, path)
+            unique = f"prescore --import {path.absolute()}"
+            spec = importlib.util.spec_from_file_location(unique, path)
             if spec is None or spec.loader is None or not path.is_file():
                 raise FileNotFoundError("there is no such file")
             module = importlib.util.module_from_spec(spec)
-            sys.modules[own] = module  # dataclasses look their module up by its name
+            sys.modules[unique] = module  # dataclasses look their module up by its name
             spec.loader.exec_module(module)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
@@ -349,9 +365,9 @@ class Session:
 def _directory(command: str, out: Path | None, resume: bool) -> Path:
     if out is not None:
         return out
-    found = (RUNS / command).glob(f"*/{RECORDS}") if resume else ()
+    runs = (RUNS / command).glob(f"*/{RECORDS}") if resume else ()
     # a run that was refused after its file was made has nothing to continue
-    earlier = [path.parent for path in found if path.is_file() and path.stat().st_size]
+    earlier = [path.parent for path in runs if path.is_file() and path.stat().st_size]
     if earlier:
         return max(earlier)
     return RUNS / command / time.strftime("%Y%m%d-%H%M%S")
@@ -452,7 +468,7 @@ def say_what_is_exact(session: Session, methods: Mapping[int, Sequence[Method]])
     """Say which methods read every key at a length: their results are those of exact attention."""
     from prescore.config import Routed
 
-    for length, method in [(length, method) for length, own in methods.items() for method in own]:
+    for length, method in [(length, method) for length, chosen in methods.items() for method in chosen]:
         if isinstance(method.config, Routed) and method.config.exact_until >= length:
             session.say(
                 f"{method.label} is exact at {length} tokens: it reads everything up to exact_until="

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import typer
 
 from prescore.bench.cli import options as cli
+
+if TYPE_CHECKING:
+    from prescore.bench.language.retrieval import Task
 
 _USUAL = ("hyper", "paper:kmeans", "uniform", "default")
 _QUICK_MANY_LENGTH = 1536
@@ -39,48 +43,51 @@ def command(
 
     Example: prescore retrieval --task many-needles --method default -n 4096 -n 8192 --samples 25 -d book.txt
     """
-    from prescore.bench.language import retrieval
     from prescore.bench.language.answers import retrieval_table
     from prescore.bench.language.documents import load_documents
-    from prescore.bench.methods import Sizes, check_changes, parse_method
+    from prescore.bench.language.retrieval import MANY_NEEDLES, TASKS, make_problem, retrieval_row
 
-    tasks: Sequence[str] = task or retrieval.TASKS
-    many, leaf, seed = retrieval.MANY_NEEDLES, given.leaf, run.seed
+    tasks, leaf = task or list(TASKS), given.leaf
     lengths = given.length or [4096]
     if run.quick:
-        tasks, samples = task or retrieval.TASKS[:1], samples or 1
-        lengths = given.length or [_QUICK_MANY_LENGTH if many in tasks else cli.QUICK_LENGTH]
+        tasks, samples = task or list(TASKS[:1]), samples or 1
+        lengths = given.length or [_QUICK_MANY_LENGTH if MANY_NEEDLES in tasks else cli.QUICK_LENGTH]
         leaf, top_k = leaf or cli.QUICK_LEAF, top_k or cli.QUICK_TOP_K
-    samples, budget = samples or 10, cli.read_budget(top_k or "256")
-    single = [name for name in tasks if name != many]
-    jobs = [
-        (retrieval.Task(name, n, (at,)), range(samples))
-        for n, name, at in itertools.product(lengths, single, depth or retrieval.TASK_DEPTHS)
-    ]
-    # text by text, each under all methods: the records of a killed run can be compared
-    jobs += [
-        (retrieval.Task(many, n, tuple(depth or retrieval.NEEDLE_DEPTHS)), range(sample, sample + 1))
-        for n, sample in itertools.product(lengths if many in tasks else [], range(samples))
-    ]
+    jobs = _jobs(tasks, lengths, depth, samples or 10)
     # local-only is the floor of single answers; many needles are expensive, and only exact attention is added
-    names = dict.fromkeys(["exact", *(["local"] if single else []), *(given.method or _USUAL)])
-    fields, places = given.fields, cli.read_layers(given.layers)
-    methods = {n: [parse_method(name, Sizes.of_text(n, leaf, budget, fields)) for name in names] for n in lengths}
-    check_changes(fields, [each for own in methods.values() for each in own])
-    haystack = load_documents([document], limit=1)[0]
+    floor = ["local"] if set(tasks) != {MANY_NEEDLES} else []
+    names = ["exact", *floor, *(given.method or _USUAL)]
+    methods = given.methods(lengths, names, leaf=leaf, top_k=top_k)
+    layers, haystack = cli.read_layers(given.layers), load_documents([document], limit=1)[0]
     session = run.open("retrieval", given.device)
     loaded = given.load()
     # a length without room for the facts is refused before anything is measured
-    for one, numbers in jobs:
-        retrieval.make_problem(loaded, haystack, one, seed=seed, sample=numbers[0])
-    records = session.run(
-        [
-            retrieval.retrieval_row(loaded, haystack, each, one, numbers, layers=places, seed=seed)
-            for one, numbers in jobs
-            for each in methods[one.length]
-        ]
-    )
+    for job, numbers in jobs:
+        make_problem(loaded, haystack, job, seed=run.seed, sample=numbers[0])
+    rows = [
+        retrieval_row(loaded, haystack, each, job, numbers, layers=layers, seed=run.seed)
+        for job, numbers in jobs
+        for each in methods[job.length]
+    ]
+    records = session.run(rows)
     cli.say_what_is_exact(session, methods)
     with session.reading():
         session.show(retrieval_table(records).to_rich())
     session.say(f"records: {session.file.path}")
+
+
+def _jobs(
+    tasks: Sequence[str], lengths: Sequence[int], depths: Sequence[float] | None, samples: int
+) -> list[tuple[Task, range]]:
+    """Tasks, and the numbers of the samples that a row of each has."""
+    from prescore.bench.language.retrieval import MANY_NEEDLES, NEEDLE_DEPTHS, TASK_DEPTHS, Task
+
+    single = [name for name in tasks if name != MANY_NEEDLES]
+    jobs = [
+        (Task(name, n, (at,)), range(samples))
+        for n, name, at in itertools.product(lengths, single, depths or TASK_DEPTHS)
+    ]
+    # text by text, each under all methods: the records of a killed run can be compared
+    many = itertools.product(lengths if MANY_NEEDLES in tasks else [], range(samples))
+    needles = tuple(depths or NEEDLE_DEPTHS)
+    return jobs + [(Task(MANY_NEEDLES, n, needles), range(sample, sample + 1)) for n, sample in many]

@@ -44,20 +44,13 @@ def command(
     from prescore.bench.language import ruler
     from prescore.bench.language.answers import ruler_table
     from prescore.bench.language.documents import load_documents
-    from prescore.bench.methods import EXACT, Sizes, check_changes, parse_method
 
     files = {name: path for name, path in {"squad": squad, "hotpot": hotpot}.items() if path is not None}
     names, leaf, lengths = ruler.read_tasks(tasks, files), given.leaf, given.length or [4096]
     if run.quick:
         names, lengths = names if tasks != "all" else ["niah_single_1"], given.length or [cli.QUICK_LENGTH]
         leaf, top_k, limit = leaf or cli.QUICK_LEAF, top_k or cli.QUICK_TOP_K, limit or 1
-    fields, places, budget = given.fields, cli.read_layers(given.layers), cli.read_budget(top_k or "256")
-    named = [name for name in dict.fromkeys(given.method or ["default"]) if name != "exact"]
-    methods = {
-        n: [EXACT, *(parse_method(name, Sizes.of_text(n, leaf, budget, fields)) for name in named)]
-        for n in lengths
-    }
-    check_changes(fields, [each for own in methods.values() for each in own])
+    methods = given.methods(lengths, ["exact", *(given.method or ["default"])], leaf=leaf, top_k=top_k)
     ruler.check_lengths(names, lengths)
     importlib.import_module("lm_eval")  # refused before anything is opened
     haystack = load_documents([document], limit=1)[0]
@@ -70,7 +63,7 @@ def command(
         document=haystack,
         files=files,
     )
-    row, records = partial(ruler.ruler_row, loaded, layers=places), []
+    row, records = partial(ruler.ruler_row, loaded, layers=cli.read_layers(given.layers)), []
     # sample by sample under all methods, so that the records of a stopped run can be compared
     for _, some in itertools.groupby(samples, lambda sample: sample.number):
         pairs = [(sample, method) for sample in some for method in methods[sample.length]]

@@ -224,11 +224,11 @@ def _interval_words(lines: Sequence[Line]) -> str:
     if not known:
         return ""
     most = max(known, key=lambda line: line.n_segments)
-    each = most.summary.n_tokens // 2 * most.n_windows // most.n_segments
+    n_tokens = most.summary.n_tokens // 2 * most.n_windows // most.n_segments
     windows = "one window" if most.n_windows == 1 else f"{most.n_windows} windows"
     return (
-        f"± is half of a 95 % interval over {most.n_segments} segments of {each} tokens from {windows}, each "
-        "compared with exact attention on the same tokens."
+        f"± is half of a 95 % interval over {most.n_segments} segments of {n_tokens} tokens from {windows}, "
+        "each compared with exact attention on the same tokens."
     )
 
 

@@ -86,7 +86,7 @@ def demo_windows(text: TokenizedText, length: int) -> list[Window]:
     if total < length:
         raise ValueError(f"document {text.name} must have at least {length} tokens, got {total}")
     starts = [round(share * (total - length)) for share in STARTS]
-    apart = [start for place, start in enumerate(starts) if place == 0 or start >= starts[place - 1] + length]
+    apart = [start for number, start in enumerate(starts) if number == 0 or start >= starts[number - 1] + length]
     return [text.window(start, length, f"window {number}") for number, start in enumerate(apart, start=1)]
 
 
@@ -130,8 +130,8 @@ def matched_methods(default: Record) -> list[Method]:
 def smallest_selection(length: int, leaf: int, reads: float, sinks: int) -> int:
     """The smallest selection that reads no less and has room for the sinks."""
     counts = range(sinks + 1, max(sinks + 2, length))
-    place = bisect.bisect_left(counts, reads, key=lambda count: selected_reads(length, leaf, count))
-    return counts[min(place, len(counts) - 1)]
+    number = bisect.bisect_left(counts, reads, key=lambda count: selected_reads(length, leaf, count))
+    return counts[min(number, len(counts) - 1)]
 
 
 def selected_reads(length: int, leaf: int, top_k: int) -> float:
@@ -208,15 +208,17 @@ def reads_row(
             by_head = layer_reads(inputs, config)
             heads += [[layer, head] for head in by_head]
             reads += by_head.values()
-        places = range(len(reads))
+        numbers = range(len(reads))
         return {
             "tokens": [language_model.tokenizer.decode([token]) for token in window.tokens.tolist()],
             "first": len(window.tokens) - n_query,
             "sinks": layout.sinks,
             "chunk": layout.chunk_size,
             "heads": heads,
-            "searching": max(places, key=lambda place: sum(query.far for query in reads[place]), default=None),
-            "smooth": max(places, key=lambda place: sum(query.centroids for query in reads[place]), default=None),
+            "searching": max(numbers, key=lambda number: sum(query.far for query in reads[number]), default=None),
+            "smooth": max(
+                numbers, key=lambda number: sum(query.centroids for query in reads[number]), default=None
+            ),
             "reads": [[list(query) for query in head] for head in reads],
         }
 

@@ -223,14 +223,14 @@ def _speed_note(results: dict[str, Values]) -> str:
     """How many times as fast as exact attention; nothing where that did not run."""
     if "exact" not in results or "prescored" not in results:
         return ""
-    exact, own = results["exact"], results["prescored"]
+    exact, ours = results["exact"], results["prescored"]
     words = []
     for phase in ("prefill", "decode"):
-        speeds = [r[f"{phase}_tokens_per_second"] for r in (own, exact)]
-        attention = [r[f"{phase}_attention_seconds"] for r in (exact, own)]
+        speeds = [r[f"{phase}_tokens_per_second"] for r in (ours, exact)]
+        attention = [r[f"{phase}_attention_seconds"] for r in (exact, ours)]
         if None not in speeds and min(attention) > 0 and min(speeds) > 0:
             ratio = attention[0] / attention[1]
-            ratio *= 1 if phase == "prefill" else max(1, own["new_tokens"] - 1) / max(1, exact["new_tokens"] - 1)
+            ratio *= 1 if phase == "prefill" else max(1, ours["new_tokens"] - 1) / max(1, exact["new_tokens"] - 1)
             words.append(f"{phase} {speeds[0] / speeds[1]:.2f}x exact's speed (attention {ratio:.2f}x)")
     return ", ".join(words)
 

@@ -101,11 +101,11 @@ def step_rows(run: Run) -> Iterator[Row]:
     """Decode steps of the default on saved heads, or on a random layer where none are given."""
     shared = {"dtype": run.settings["dtype"], "memory": run.settings["memory"], "repeats": STEPS}
     for n in () if run.saved else run.lengths or STEP_LENGTHS:
-        own = {"n": n, "heads": None, "digest": None, "dim": run.settings["dim"], **STEP_HEADS}
-        yield _row(run, "steps", measure_steps, {**shared, **own})
+        config = {"n": n, "heads": None, "digest": None, "dim": run.settings["dim"], **STEP_HEADS}
+        yield _row(run, "steps", measure_steps, {**shared, **config})
     for saved, n in heads_at_lengths(run.saved, run.lengths):
-        own = {"n": n, "heads": saved.name, "digest": saved.digest, **saved.sizes}
-        yield _row(run, "steps", partial(measure_steps, saved=saved), {**shared, **own})
+        config = {"n": n, "heads": saved.name, "digest": saved.digest, **saved.sizes}
+        yield _row(run, "steps", partial(measure_steps, saved=saved), {**shared, **config})
 
 
 STUDIES: dict[str, Callable[[Run], Iterator[Row]]] = {
@@ -193,12 +193,12 @@ def check_calls(
 ) -> dict[str, Values]:
     """The error of each call that is timed, against its reference, and what it read."""
     n = inputs[0].shape[2]
-    place = f"at n = {n}" if saved is None else f"on {saved.name}"
+    where = f"at n = {n}" if saved is None else f"on {saved.name}"
     exact = calls[EXACT]()
-    results = {EXACT: check_exact(f"{EXACT} {place}", inputs, exact, **kind)}
+    results = {EXACT: check_exact(f"{EXACT} {where}", inputs, exact, **kind)}
     for name, method in configs.items():
         output = calls[name]()
-        checked = check_method(f"{name} {place}", inputs, method, output, **kind, from_model=saved is not None)
+        checked = check_method(f"{name} {where}", inputs, method, output, **kind, from_model=saved is not None)
         stats = prescored_attention(*inputs, method, **kind, return_aux=True)[1].stats
         total = sum(stats.seconds.values())
         results[name] = {
