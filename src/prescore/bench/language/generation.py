@@ -65,9 +65,8 @@ def generate_measured(
         if isinstance(config, Routed | Selected | Hyper):
             cache.select()
         spent, prefill_attention, prefill_ran = time.perf_counter() - started, observer.sum(), dict(observer.ran)
-        reads = (
-            None if isinstance(config, Local | Baseline | None) else observer.results()["replaced_reads_per_query"]
-        )
+        counts = not isinstance(config, Local | Baseline | None)
+        reads = observer.results()["replaced_reads_per_query"] if counts else None
         tokens = [int(logits.argmax())]
         end = None if ignore_end or forced is not None else model.generation_config.eos_token_id
         ends = end if isinstance(end, list) else [end]
@@ -76,9 +75,7 @@ def generate_measured(
         started = time.perf_counter()
         observer.restart()
         while len(tokens) < n_tokens and tokens[-1] not in ends:
-            last = torch.tensor([[inputs[len(tokens) - 1]]], device=ids.device)
-            step = model(last, past_key_values=cache, use_cache=True)
-            tokens.append(int(step.logits[0, -1].argmax()))
+            tokens.append(_next_token(model, inputs[len(tokens) - 1], cache, ids.device))
             show(tokens[-1])
         decode = time.perf_counter() - started
     n_steps = len(tokens) - 1
@@ -97,6 +94,11 @@ def generate_measured(
         "cache": cache_report(cache),
     }
     return Generated(tokens, logits.float(), results)
+
+
+def _next_token(model: Any, token: int, cache: Any, device: torch.device) -> int:
+    last = torch.tensor([[token]], dtype=torch.int64, device=device)
+    return int(model(last, past_key_values=cache, use_cache=True).logits[0, -1].argmax())
 
 
 @torch.no_grad()

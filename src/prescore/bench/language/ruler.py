@@ -160,24 +160,7 @@ def make_samples(
     _check_tokenizer(language_model, name)
     with _quiet():
         module = importlib.import_module(f"{_RULER}.{task.module}")
-        sampler = getattr(module, task.sampler)
-
-        def some(*arguments: Any, **options: Any) -> Any:
-            return sampler(*arguments, **options | {"num_samples": min(count, options.get("num_samples", count))})
-
-        replaced: list[tuple[Any, str, Any]] = [
-            (module, task.sampler, some),
-            (module, "get_tokenizer", lambda *_: language_model.tokenizer),
-        ]
-        if task.needs == DOCUMENT:
-            prepare, words = importlib.import_module(f"{_RULER}.prepare_niah"), document.text.split()
-            replaced.append((module, "get_haystack", lambda type_haystack: words))
-            replaced.append((prepare, "cached_sent_tokenize", partial(re.split, _SENTENCE_END)))
-        elif task.needs:
-            content = json.loads(files[task.needs].read_text(encoding="utf-8"))
-            replaced.append((module, "download_json", lambda url: content))
-            for read in (module.read_squad, module.read_hotpotqa):
-                read.cache_clear()
+        replaced = _replacements(module, task, language_model, count, document, files)
         random.seed(f"{name} {length} {seed}")
         importlib.import_module("numpy").random.seed(seed)
         if hasattr(module, "RNG"):
@@ -187,9 +170,39 @@ def make_samples(
         delimit = importlib.import_module("lm_eval.api.utils").maybe_delimit
     identity = (language_model.name, name, length, seed, _source(task, document, files))
     return [
-        Sample(*identity, index, delimit(each["input"], each["gen_prefix"], task.delimiter), list(each["outputs"]))
-        for index, each in enumerate(made)
+        Sample(*identity, index, delimit(row["input"], row["gen_prefix"], task.delimiter), list(row["outputs"]))
+        for index, row in enumerate(made)
     ]
+
+
+def _replacements(
+    module: Any,
+    task: _Task,
+    language_model: LanguageModel,
+    count: int,
+    document: Document,
+    files: Mapping[str, Path],
+) -> list[tuple[Any, str, Any]]:
+    """What lm_eval would download, and how many samples it would make, by module and name."""
+    sampler = getattr(module, task.sampler)
+
+    def some(*arguments: Any, **options: Any) -> Any:
+        return sampler(*arguments, **options | {"num_samples": min(count, options.get("num_samples", count))})
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (module, task.sampler, some),
+        (module, "get_tokenizer", lambda *_: language_model.tokenizer),
+    ]
+    if task.needs == DOCUMENT:
+        prepare, words = importlib.import_module(f"{_RULER}.prepare_niah"), document.text.split()
+        replaced.append((module, "get_haystack", lambda type_haystack: words))
+        replaced.append((prepare, "cached_sent_tokenize", partial(re.split, _SENTENCE_END)))
+    elif task.needs:
+        content = json.loads(files[task.needs].read_text(encoding="utf-8"))
+        replaced.append((module, "download_json", lambda url: content))
+        for read in (module.read_squad, module.read_hotpotqa):
+            read.cache_clear()
+    return replaced
 
 
 def collect_samples(
@@ -213,12 +226,12 @@ def collect_samples(
     n_saved, chosen = len(saved), []
     for length, name in itertools.product(lengths, names):
         first = (language_model.name, name, length, seed, _source(TASKS[name], document, files))
-        own = [saved[(*first, index)] for index in range(count) if (*first, index) in saved]
-        if len(own) < count:
+        samples = [saved[(*first, index)] for index in range(count) if (*first, index) in saved]
+        if len(samples) < count:
             options: Values = {"seed": seed, "document": document, "files": files}
-            own = make_samples(language_model, name, length, count, **options)
-            saved |= {sample.identity: sample for sample in own}
-        chosen += own
+            samples = make_samples(language_model, name, length, count, **options)
+            saved |= {sample.identity: sample for sample in samples}
+        chosen += samples
     if len(saved) > n_saved:
         with replacing(path) as working:
             lines = [json.dumps(asdict(sample)) for sample in saved.values()]
