@@ -109,7 +109,7 @@ def prescored_attention(
         key_padding_mask: `[B, Nk]`, True = a real key. Queries of padded keys see the real keys before them; in
             causal mode a padding query that holds NaN or infinity is read as zeros.
         scale: Factor of the logits, any finite number; `D ** -0.5` by default.
-        generator: Seed, generator or None.
+        generator: Seed, generator or None; or one seed for each sequence. Without those the sequences share the draws.
         selection: With a `Selected`: use this selection instead of making one. Without a configuration: as
             `Selected(remainder="none")` would, exactly over these keys (in causal mode in addition to its exact
             leaves).
@@ -273,7 +273,7 @@ def attend(
         if isinstance(config, Routed) and options.backend == "auto" and not options.dropout_p:
             config, reason = auto_config(query, key, value, config, is_causal=options.is_causal)
         # only now: a call that is refused must not advance a generator
-        streams = as_streams(options.generator)
+        streams = as_streams(options.generator, batch=query.shape[0])
         if options.dropout_p:
             own = streams if options.dropout_generator is None else as_streams(options.dropout_generator)
             operator = pick_operator(query, options.backend, Dropout(options.dropout_p, own.child("dropout")))
@@ -337,7 +337,6 @@ def _checked(
     if not isinstance(config, Exact):
         refuse_tracing()
     checks.probability("dropout_p", options.dropout_p)
-    check_generator(options.generator)
     check_generator(options.dropout_generator, "dropout_generator")
     checks.attention_inputs(
         query,
@@ -347,6 +346,7 @@ def _checked(
         key_padding_mask=options.key_padding_mask,
         scale=options.scale,
     )
+    check_generator(options.generator, batch=query.shape[0])
     if options.selection is not None:
         if not isinstance(config, Selected):
             raise ValueError(f"selection must come with a Selected configuration, got {type(config).__name__}")
@@ -384,7 +384,7 @@ def score(
         key: `[B, Hkv, N, D]`.
         scorer: A name of `list_scorers()`, or a scorer object.
         key_padding_mask: `[B, N]`, True = a real key.
-        generator: Seed, generator or None.
+        generator: Seed, generator or None; or one seed for each sequence. Without those the sequences share the draws.
 
     Returns:
         `[B, Hkv, N]` in at least float32; higher = kept, padded keys -inf, sinks not raised.
@@ -392,7 +392,7 @@ def score(
     chosen = as_scorer(scorer)
     with without_autocast(key):
         checks.keys(key, key_padding_mask)
-        streams = as_streams(generator)
+        streams = as_streams(generator, batch=key.shape[0])
         if 0 in key.shape[:3]:
             return key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
         aligned, valid, shift = align_keys(key, key_padding_mask)
@@ -435,7 +435,7 @@ def select_by(
 ) -> Selection:
     """The keys that a configuration keeps of all of them, whatever it does with them afterwards."""
     checks.keys(key, key_padding_mask)
-    streams = as_streams(generator)
+    streams = as_streams(generator, batch=key.shape[0])
     if 0 in key.shape[:3]:
         return empty_selection(key)
     aligned, valid, shift = align_keys(key, key_padding_mask)

@@ -16,11 +16,10 @@ from torch import Tensor
 from prescore.devices import maybe_any, surely_all
 from prescore.ops.operators import Operator
 from prescore.ops.parts import attend_parts, exact_parts
-from prescore.rng import Streams
+from prescore.rng import Generator, Streams
 from prescore.scoring.sampling import arange, gather_rows
 from prescore.types import Attended, Selection
 
-Generator = torch.Generator | int | None
 
 
 class Options(NamedTuple):

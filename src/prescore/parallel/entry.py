@@ -24,7 +24,7 @@ from prescore.ops.operators import pick_operator
 from prescore.ops.parts import merge
 from prescore.parallel.comm import Group, Shard, agree, as_group
 from prescore.parallel.selected import attend_selected_shards, why_not_selected
-from prescore.parallel.ulysses import attend_by_heads
+from prescore.parallel.ulysses import attend_by_heads, share_heads
 from prescore.rng import Streams, as_streams
 from prescore.routed.backends import auto_config
 from prescore.scoring.sampling import arange
@@ -51,7 +51,7 @@ def attend_in_group(
     """
     ranks, generator = as_group(group), options.generator
     sent, state = ranks.sent, generator.get_state() if isinstance(generator, torch.Generator) else None
-    streams = as_streams(generator) if refusal is None else Streams()
+    streams = as_streams(generator, batch=tensors[0].shape[0]) if refusal is None else Streams()
     try:
         agree(ranks, {} if refusal else _facts(tensors, check_config(config), options, streams, explain), refusal)
         mask = _full_mask(ranks, options.key_padding_mask)
@@ -139,6 +139,8 @@ def _by_ulysses(shard: Shard, config: Config, explain: bool) -> Result:
     empty = shard.query.new_empty(0)
     stats: Values = {"keys_per_query": 0.0, "keys_selected": 0.0, "seconds": {}, "backend": shard.operator.name}
     result, n_heads = Result(empty, empty, lambda: Reads(0.0), stats), 0  # of a rank without heads
+    share = share_heads(shard.query.shape[1], shard.key.shape[1], shard.group.size)[shard.group.rank]
+    shard = replace(shard, streams=replace(shard.streams, first_head=share.kv_heads.start))
 
     def attend_heads(*tensors: Tensor) -> list[Tensor]:
         nonlocal result, n_heads

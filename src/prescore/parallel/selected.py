@@ -46,6 +46,8 @@ def why_not_selected(shard: Shard, config: Selected) -> str:
         return 'coupling.mask="zero" keeps every key'
     if config.coupling.blocks == "all":
         return 'coupling.blocks="all" cuts blocks over every key'
+    if shard.streams.rows and isinstance(config.inner, Lsh):
+        return "each sequence has a seed of its own, and hashes by it"
     if config.selector != "top":
         return f"the selector {config.selector!r} compares all scores"
     if config.min_score is not None:
@@ -83,7 +85,7 @@ def attend_selected_shards(shard: Shard, config: Selected, *, explain: bool = Fa
         "keys_selected": sum(block.n_selected for block in blocks) / max(1, len(blocks)),
         "keys_per_query": reads.keys,
         "centroids_per_query": reads.centroids,
-        "depth": len({block.name for block in blocks}) if shard.is_causal else 0,
+        "depth": len({len(block.keys) for block in blocks}) if shard.is_causal else 0,
         "fallbacks": sum(block.is_fallback for block in blocks) * shard.key.shape[0],
         "seconds": {"attending": time.perf_counter() - begin},
         "backend": shard.operator.name,
@@ -133,8 +135,9 @@ class Block:
     def of(cls, name: str, keys: range, queries: range, config: Selected, *, is_exact: bool) -> Block:
         """A block with the budget of a configuration; protected keys beyond the budget are cut off at the end."""
         n_selected = budget_count(config.budget, len(keys))
-        is_fallback = n_selected < config.min_fraction * len(keys)
-        n_selected = len(keys) if is_fallback else n_selected
+        keep_all = is_exact and config.leaf_inclusive
+        is_fallback = n_selected < config.min_fraction * len(keys) and not keep_all
+        n_selected = len(keys) if is_fallback or keep_all else n_selected
         n_sinks = min(len(overlap(range(config.sinks), keys)), n_selected)
         begin = max(n_sinks, len(keys) - config.recent)
         recent = range(begin, min(len(keys), begin + n_selected - n_sinks))
@@ -198,10 +201,10 @@ def _causal_blocks(queries: range, config: Selected, leaf: int) -> list[Block]:
     blocks = []
     for level in levels(leaf, Queries(1, 1, 1, len(queries), queries.start, torch.device("cpu"))):
         is_exact = config.leaf_inclusive and level.width <= config.min_seq_len
-        for begin in level.key_positions[:, 0].tolist():
+        for name, begin in zip(level.names, level.key_positions[:, 0].tolist(), strict=True):
             keys = range(begin, begin + level.width)
             own = overlap(shifted(keys, level.width), queries)
-            blocks.append(Block.of(level.name, keys, own, config, is_exact=is_exact))
+            blocks.append(Block.of(name, keys, own, config, is_exact=is_exact))
     return blocks
 
 
@@ -479,9 +482,10 @@ class _Reader:
             if block.is_exact or hashes is None or not isinstance(lsh, Lsh):
                 parts.append(exact_part(pair, dtype))
                 continue
-            draws = shard.streams.child(block.name).uniform("residual", lsh.sample_size, like=shard.key)
+            streams = shard.streams.child(block.name)
+            pair = replace(pair, draws=streams.head_uniform("residual", lsh.sample_size, like=shard.key))
             ranks = hashes[0][pair.query_rows], hashes[1][pair.key_rows]
-            parts.append(hyper_part(pair, ranks, draws, lsh, self.config.coupling, dtype, placed.get(block)))
+            parts.append(hyper_part(pair, ranks, lsh, self.config.coupling, dtype, placed.get(block)))
         return parts
 
     def _leaves(self) -> list[Part]:

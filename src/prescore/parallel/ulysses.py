@@ -1,6 +1,6 @@
 """Ulysses: every rank gets all positions of some heads, runs the one-process engine, and sends the outputs back.
 
-Nothing that the engines draw depends on the number of a head, so a head has the same result wherever it is
+Random streams go by the number of a KV head in the whole call, so a head has the same result wherever it is
 computed. A KV head goes to one rank with all its query heads; where ranks outnumber KV heads, several ranks get
 a copy of a KV head and share its query heads.
 """

@@ -86,7 +86,7 @@ class Scorer(ABC):
         Args:
             keys: `[B, H, N, D]`, float32 or float64, finite, zero where not valid.
             valid: `[B, N]` bool, True = a real key; None = all are.
-            streams: Randomness; draw with `streams.uniform(name, size, like=keys)`, never per sequence or head.
+            streams: Randomness; `streams.head_uniform(name, size, like=keys)` draws for each sequence and head.
 
         Returns:
             `[B, H, N]` in the keys' dtype, finite, higher = kept. Values of padding are ignored.
@@ -173,5 +173,5 @@ def with_noise(
     if not noise or not keys.numel():
         return keys
     n_keys, positions = (keys.shape[2], slice(None)) if shard is None else (shard.n_keys, shard.positions)
-    noisy = keys + noise * streams.normal("noise", n_keys, keys.shape[3], like=keys)[positions]
+    noisy = keys + noise * streams.head_normal("noise", n_keys, keys.shape[3], like=keys)[:, :, positions]
     return noisy if valid is None else noisy.masked_fill(~valid[:, None, :, None], 0.0)

@@ -61,9 +61,9 @@ class Companions(Scorer):
         shifts = self._unused_bits(present)
         best = points.new_full(points.shape[:2], -1.0)
         for table in range(self.n_tables):
-            planes = streams.normal(f"planes {table}", _MAX_BITS, points.shape[2], like=points)
+            planes = streams.head_normal(f"planes {table}", _MAX_BITS, keys.shape[3], like=keys).flatten(0, 1)
             # the first plane is the highest bit
-            ranks = hash_ranks(points, planes.flip(0).t()).to(torch.int64) >> shifts
+            ranks = hash_ranks(points, planes.flip(1).mT).to(torch.int64) >> shifts
             best = torch.maximum(best, second_cosine(points, ranks, present, self.window))
         return best.reshape(keys.shape[:3])
 

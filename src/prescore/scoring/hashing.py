@@ -21,11 +21,13 @@ def gray_rank(code: Tensor, n_bits: int) -> Tensor:
 
 
 def hash_ranks(vectors: Tensor, directions: Tensor) -> Tensor:
-    """`[..., D]` and `directions [D, bits]` -> int32 `[...]`: Gray rank of the signs of the projections."""
-    n_bits = directions.shape[1]
-    # `linear` with a contiguous weight takes half the time of `@` with a few columns
-    weight = directions.T.contiguous().to(vectors.dtype)
-    signs = torch.nn.functional.linear(vectors.detach(), weight) >= 0
+    """`[..., D]` and `directions [..., D, bits]` -> int32 `[...]`: Gray rank of the signs of the projections."""
+    n_bits, vectors, directions = directions.shape[-1], vectors.detach(), directions.to(vectors.dtype)
+    if directions.ndim == 2:
+        # `linear` with a contiguous weight takes half the time of `@` with a few columns
+        signs = torch.nn.functional.linear(vectors, directions.T.contiguous()) >= 0
+    else:
+        signs = vectors @ directions >= 0
     # float32 holds integers below 2^24; above that many bits the sum needs float64
     wide = torch.float32 if n_bits <= 24 else torch.float64
     powers = 2.0 ** torch.arange(n_bits, device=vectors.device, dtype=wide)
@@ -33,5 +35,9 @@ def hash_ranks(vectors: Tensor, directions: Tensor) -> Tensor:
 
 
 def projections(n_projections: int, like: Tensor, streams: Streams) -> Tensor:
-    """`[D, n_projections]` Gaussian directions, the same for every sequence, head and recursion level."""
-    return streams.normal("lsh", like.shape[-1], n_projections, like=like)
+    """`[D, n_projections]` Gaussian directions, the same for every head and recursion level, as published.
+
+    `[B, 1, D, n_projections]` where each sequence has a seed of its own.
+    """
+    directions = streams.row_normal("lsh", like.shape[-1], n_projections, like=like)
+    return directions[:, None] if streams.rows else directions[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.registry import register_scorer
-from prescore.rng import Streams
+from prescore.rng import Streams, as_normal
 from prescore.scoring.base import KeyShard, Scored, Scorer, with_noise
-from prescore.scoring.lloyd import SEEDINGS, Lift, fit, pairwise_costs
-from prescore.scoring.metrics import EUCLIDEAN, MEDIAN, SPHERICAL, Euclidean, metric_for
+from prescore.scoring.lloyd import SEEDINGS, Draw, Lift, fit, pairwise_costs
+from prescore.scoring.metrics import EUCLIDEAN, MEDIAN, Euclidean, metric_for
 from prescore.scoring.rules import RULES, apply_rule
-from prescore.scoring.sampling import Sample, Scratch, draw_sample, sample_positions
+from prescore.scoring.sampling import Sample, draw_sample, sample_positions
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,9 @@ class ClusteringScorer(Scorer):
         max_iter: Lloyd iterations at most.
         normalize: Cluster the l2-normalised keys.
         noise: Standard deviation of the Gaussian noise added before scoring (Algorithm 1, line 1).
-        seeding: `k-means++` or `random`.
-        fit_size: None = clusters are fitted on all keys (paper); an int = on a stratified sample of at most so
-            many. Every key is assigned once at the end in either case.
+        seeding: `k-means++` or `random`, of the keys that the clusters are fitted on.
+        fit_size: None = clusters are seeded from and fitted on all keys (paper); an int = on an evenly spread
+            sample of at most so many. Every key is assigned once at the end in either case.
     """
 
     n_clusters: int | None = None
@@ -65,17 +64,17 @@ class ClusteringScorer(Scorer):
         if self.fit_size is not None:
             checks.integer("fit_size", self.fit_size, minimum=1)
 
-    def lift(self, points: Tensor, weights: Tensor | None, streams: Streams) -> Lift | None:
+    def lift(self, points: Tensor, weights: Tensor | None, draw: Draw) -> Lift | None:
         """Features to cluster in, block by block, which may depend on `points [P, n, d]`; None = the keys."""
-        return partial(unit_rows, scratch=Scratch()) if self.normalize else None
+        return unit_rows if self.normalize else None
 
     def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Scored:
         """Score keys, see `Scorer.score`."""
         points = with_noise(keys, self.noise, streams, valid=valid).flatten(0, 1)
         present = flat_mask(keys, valid)
         weights = None if present is None else present.to(points.dtype)
-        sample = draw_sample(points, weights, self.fit_size, streams.child("clusters"), "fit sample")
-        return self._scored(keys, points, present, sample, self.lift(points, weights, streams), streams)
+        sample, draw = draw_sample(points, weights, self.fit_size), problem_draws(keys, streams)
+        return self._scored(keys, points, present, sample, self.lift(points, weights, draw), draw)
 
     def stats(self, shard: KeyShard) -> Tensor | None:
         """The sampled keys that lie in the shard, `[B, H, n * D]`."""
@@ -96,16 +95,13 @@ class ClusteringScorer(Scorer):
         fitted, lifted = (keys[:, torch.searchsorted(sent, places)] for places in positions)
         is_partial = keys.new_full((len(keys),), fitted.shape[1] < shard.n_keys, dtype=torch.bool)
         points = with_noise(shard.keys, self.noise, shard.streams, shard=shard).flatten(0, 1)
-        lift = self.lift(lifted, None, shard.streams)
-        return self._scored(shard.keys, points, None, Sample(fitted, None, is_partial), lift, shard.streams)
+        draw = problem_draws(shard.keys, shard.streams)
+        lift = self.lift(lifted, None, draw)
+        return self._scored(shard.keys, points, None, Sample(fitted, None, is_partial), lift, draw)
 
     def _sampled_positions(self, shard: KeyShard) -> tuple[Tensor, Tensor]:
         """Positions that the clusters are fitted on, and those that `lift` looks at."""
-        streams = shard.streams
-        return (
-            sample_positions(shard.n_keys, self.fit_size, streams.child("clusters"), "fit sample"),
-            sample_positions(shard.n_keys, self.lift_size, streams, "bandwidth sample"),
-        )
+        return sample_positions(shard.n_keys, self.fit_size), sample_positions(shard.n_keys, self.lift_size)
 
     def _scored(
         self,
@@ -114,7 +110,7 @@ class ClusteringScorer(Scorer):
         present: Tensor | None,
         sample: Sample,
         lift: Lift | None,
-        streams: Streams,
+        draw: Draw,
     ) -> Scored:
         n_clusters = keys.shape[-1] + 1 if self.n_clusters is None else self.n_clusters
         _, labels, distances = fit(
@@ -122,7 +118,7 @@ class ClusteringScorer(Scorer):
             sample,
             n_clusters=n_clusters,
             metric=self.metric,
-            streams=streams.child("clusters"),
+            draw=draw,
             max_iter=self.max_iter,
             seeding=self.seeding,
             lift=lift,
@@ -151,7 +147,7 @@ class Minkowski(ClusteringScorer):
     """l_p distance `(sum |x - c|^p)^(1/p)` to the l_p centre of the own cluster.
 
     The centre is the mean at p = 2 (then this is `kmeans`), the coordinate median at p = 1 (then this is
-    `kmedian`), solved by bisection for other p > 1, and the best of a few members for p < 1.
+    `kmedian`), solved by bisection for other p > 1, and the coordinate median for p < 1.
     """
 
     p: float = 2.0
@@ -182,29 +178,26 @@ class GaussianKMeans(ClusteringScorer):
     k-means on them is kernel k-means up to that error. `n_features` counts cosines and sines together.
 
     The paper's Appendix I calls something smaller "Gaussian kernel k-means": Euclidean clusters with the score
-    `1 - exp(-d^2 / (2 h^2))`. That map is monotone, so `nearest` and `farthest` keep the same keys as `kmeans`.
+    `exp(-d^2 / (2 h^2))`. That falls as d grows, so its best keys are those that `kmeans` keeps by `nearest`.
     """
 
     n_features: int = 128
 
-    metric: ClassVar[Euclidean] = SPHERICAL  # features are approximate: four digits of a distance are enough
     lift_size: ClassVar[int] = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.integer("n_features", self.n_features, minimum=2)
 
-    def lift(self, points: Tensor, weights: Tensor | None, streams: Streams) -> Lift:
+    def lift(self, points: Tensor, weights: Tensor | None, draw: Draw) -> Lift:
         """Random Fourier features."""
-        sample = draw_sample(points, weights, self.lift_size, streams, "bandwidth sample")
+        sample = draw_sample(points, weights, self.lift_size)
         widths = bandwidths(sample, unit=self.normalize)
         half = max(1, self.n_features // 2)
-        frequencies = streams.normal("frequencies", half, points.shape[-1], like=points)
+        frequencies = as_normal(draw("frequencies", half, points.shape[-1]), points)
         # the width goes into the small matrix, not into the points
-        frequencies, scratch = frequencies.t() / widths[:, None, None], Scratch()
-        if self.normalize:
-            return lambda block: fourier_features(unit_rows(block, scratch), frequencies, scratch)
-        return partial(fourier_features, frequencies=frequencies, scratch=scratch)
+        frequencies = frequencies.mT / widths[:, None, None]
+        return lambda block: fourier_features(unit_rows(block) if self.normalize else block, frequencies)
 
 
 def centroid_clusters(dim: int, *, is_causal: bool) -> KMeans:
@@ -217,10 +210,18 @@ def centroid_clusters(dim: int, *, is_causal: bool) -> KMeans:
     return KMeans(fit_size=per_cluster * max(dim + 1, 64))
 
 
-def unit_rows(points: Tensor, scratch: Scratch) -> Tensor:
-    """Rows of `[P, n, d]` at unit length, in scratch memory; a zero row stays zero."""
-    lengths = torch.linalg.vector_norm(points, dim=2, keepdim=True).clamp_(min=torch.finfo(points.dtype).tiny)
-    return torch.div(points, lengths, out=scratch.take("unit", *points.shape, like=points))
+def problem_draws(keys: Tensor, streams: Streams) -> Draw:
+    """Uniforms for each problem, which is a sequence and head of `keys [B, H, N, D]`."""
+
+    def draw(name: str, *size: int) -> Tensor:
+        return streams.head_uniform(name, *size, like=keys).flatten(0, 1)
+
+    return draw
+
+
+def unit_rows(points: Tensor) -> Tensor:
+    """Rows of `[P, n, d]` at unit length; a zero row stays zero."""
+    return points / torch.linalg.vector_norm(points, dim=2, keepdim=True).clamp_(min=torch.finfo(points.dtype).tiny)
 
 
 def flat_mask(keys: Tensor, valid: Tensor | None) -> Tensor | None:
@@ -235,7 +236,7 @@ def bandwidths(sample: Sample, *, unit: bool = False) -> Tensor:
     points, weights, _ = sample
     if points.numel() == 0:
         return points.new_ones(len(points))
-    distances = pairwise_costs(unit_rows(points, Scratch()) if unit else points, 1.0)
+    distances = pairwise_costs(unit_rows(points) if unit else points, 1.0)
     absent = torch.eye(points.shape[1], dtype=torch.bool, device=points.device)
     if weights is not None:
         absent = absent | (weights <= 0).unsqueeze(1) | (weights <= 0).unsqueeze(2)
@@ -243,12 +244,7 @@ def bandwidths(sample: Sample, *, unit: bool = False) -> Tensor:
     return torch.where(medians > 0, medians, 1.0)
 
 
-def fourier_features(points: Tensor, frequencies: Tensor, scratch: Scratch) -> Tensor:
+def fourier_features(points: Tensor, frequencies: Tensor) -> Tensor:
     """Cosines and sines of `x.w` for the columns w of `frequencies [P, d, f]`, of unit norm: `[P, n, 2 f]`."""
-    n_problems, n_points, _ = points.shape
-    half = frequencies.shape[-1]
-    angles = torch.bmm(points, frequencies, out=scratch.take("angles", n_problems, n_points, half, like=points))
-    features = scratch.take("features", n_problems, n_points, 2 * half, like=points)
-    torch.cos(angles, out=features[:, :, :half])
-    torch.sin(angles, out=features[:, :, half:])
-    return features.mul_(1.0 / math.sqrt(half))
+    angles = torch.bmm(points, frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=2).mul_(1.0 / math.sqrt(frequencies.shape[-1]))

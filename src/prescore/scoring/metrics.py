@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from prescore.scoring.sampling import Scratch, arange, gather_rows
+from prescore.scoring.sampling import arange, gather_rows
 
 # Bisection steps before the last iteration and in it; the bracket is wider above p = 2. Ten halvings of a standard
 # deviation change a cluster's cost by less than 1e-6 of itself.
 _STEPS, _STEPS_WIDE = (3, 10), (5, 12)
 _EXACT_ELEMENTS = 2**20
-_CANDIDATES = 8
-_TIE = 1e-6
-MAX_PACKED_CENTRES = 1024
-"""With more centres, packing their numbers into distances would leave too few bits of the distance."""
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+# a table of points by centres is made in blocks that stay in the cache
+TABLE_ELEMENTS = 2**18
 
 
 class Euclidean:
     """Least squares: `d(x, c) = |x - c|`, and the centre of a cluster is its mean. Other metrics derive from it.
 
-    All methods take `points [P, n, d]` and `centres [P, k, d]`.
+    All methods take `points [P, n, d]`, `centres [P, k, d]`, and `weights [P, n]`, where None = all ones.
     """
 
     p: float = 2.0
@@ -33,87 +31,36 @@ class Euclidean:
     opening: ClassVar[Euclidean | None] = None
     """A cheaper metric for the first half of the Lloyd iterations, which only bring the centres near."""
 
-    def labels(self, points: Tensor, centres: Tensor, scratch: Scratch) -> Tensor:
+    def labels(self, points: Tensor, centres: Tensor) -> Tensor:
         """Nearest centre of each point inside the Lloyd loop, `[P, n]`."""
-        order = scratch.take("order", *points.shape[:2], centres.shape[1], like=points)
-        # |c|^2 - 2 x.c orders centres as the squared distance does; baddbmm would first write the squares to every
-        # entry of the result
-        torch.bmm(points, (centres * -2.0).transpose(1, 2), out=order)
-        return order.add_(centres.square().sum(dim=2).unsqueeze(1)).min(dim=2).indices
+        return torch.cat([nearest_columns(table) for table in _tables(points, centres)], dim=1)
 
-    def nearest(self, points: Tensor, centres: Tensor, scratch: Scratch, *, exact: bool) -> tuple[Tensor, Tensor]:
+    def nearest(self, points: Tensor, centres: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
         """Nearest centre and distance of a block of points in the final pass, `[P, n]` each.
 
         With `exact=False` a metric with `shortlists` compares a shortlist of centres only.
         """
-        labels = self.labels(points, centres, scratch)
-        return labels, self.distances(points, centres, labels, scratch)
+        labels = self.labels(points, centres)
+        return labels, self.distances(points, centres, labels)
 
-    def distances(self, points: Tensor, centres: Tensor, labels: Tensor, scratch: Scratch) -> Tensor:
+    def distances(self, points: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
         """Distance of each point to the centre of its label, `[P, n]`."""
         # |x|^2 + |c|^2 - 2 x.c would lose the small distances to rounding
-        distances: Tensor = torch.linalg.vector_norm(differences(points, centres, labels, scratch), dim=2)
+        distances: Tensor = torch.linalg.vector_norm(gather_rows(centres, labels).sub_(points), dim=2)
         return distances
 
-    def membership(
-        self, points: Tensor, weights: Tensor, centres: Tensor, scratch: Scratch
-    ) -> tuple[Tensor, Tensor | None]:
-        """`[P, k, n]`: the weight of a point in its cluster's row, zero elsewhere; and the labels if known."""
-        if points.device.type != "cpu":  # ties would have to be counted, and waited for
-            return one_hot(self.labels(points, centres, scratch), weights, centres.shape[1])
-        order = _order(points, centres, centres.square().sum(dim=2), scratch)
-        # a reduction without indices is faster than one with
-        nearest = order == order.amin(dim=1, keepdim=True)
-        if int(nearest.count_nonzero()) > points.shape[0] * points.shape[1]:
-            # equal distances: the first centre takes all
-            return one_hot(self.labels(points, centres, scratch), weights, centres.shape[1])
-        return nearest.to(weights.dtype).mul_(weights.unsqueeze(1)), None
-
     def update(
-        self, points: Tensor, labels: Tensor | None, membership: Tensor, sizes: Tensor, *, final: bool
+        self, points: Tensor, labels: Tensor, weights: Tensor | None, sizes: Tensor, *, final: bool
     ) -> Tensor:
         """The centre of each cluster, `[P, k, d]`; anything where a cluster is empty.
 
-        `sizes [P, k]` are the row sums of `membership`, made positive where a cluster is empty. Before the `final`
+        `sizes [P, k]` are the weights of the clusters, made positive where one is empty. Before the `final`
         iteration a coarse solution is enough.
         """
-        return torch.bmm(membership, points) / sizes.unsqueeze(2)
-
-
-def one_hot(labels: Tensor, weights: Tensor, n_clusters: int) -> tuple[Tensor, Tensor]:
-    """`[P, k, n]`: the weight of a point in the row of its label, zero elsewhere; and the labels."""
-    clusters = arange(n_clusters, like=labels).unsqueeze(1)
-    hot = (labels.unsqueeze(1) == clusters).to(weights.dtype)
-    return hot.mul_(weights.unsqueeze(1)), labels
-
-
-def differences(points: Tensor, centres: Tensor, labels: Tensor, scratch: Scratch) -> Tensor:
-    """`c - x` with the centre of each point, `[P, n, d]` in scratch memory."""
-    buffer = scratch.take("differences", *points.shape, like=points)
-    return gather_rows(centres, labels, out=buffer).sub_(points)
+        return sum_clusters(points, labels, weights, sizes.shape[1]).div_(sizes.unsqueeze(2))
 
 
 EUCLIDEAN = Euclidean()
-
-
-class Spherical(Euclidean):
-    """Euclidean, for points of length 1 whose distances need no more than four digits."""
-
-    def nearest(self, points: Tensor, centres: Tensor, scratch: Scratch, *, exact: bool) -> tuple[Tensor, Tensor]:
-        """From the matrix product alone: no second pass over the points.
-
-        Number and distance both come from the packed bits. A squared distance is good to 2^-16 of itself (for at
-        most 128 centres in float32) and to a few 2^-23.
-        """
-        if centres.shape[1] > MAX_PACKED_CENTRES:
-            return super().nearest(points, centres, scratch, exact=exact)
-        packed, low = _pack(_order(points, centres, centres.square().sum(dim=2).add_(1.0), scratch))
-        first = packed.amin(dim=1)
-        labels = (first & low).to(torch.int64)
-        return labels, first.bitwise_and_(~low).view(points.dtype).sqrt()
-
-
-SPHERICAL = Spherical()
 
 
 class LpMetric(Euclidean):
@@ -130,20 +77,14 @@ class LpMetric(Euclidean):
     def __init__(self, p: float) -> None:
         self.p = p
 
-    def labels(self, points: Tensor, centres: Tensor, scratch: Scratch) -> Tensor:
+    def labels(self, points: Tensor, centres: Tensor) -> Tensor:
         """Exact among the centres that are nearest in the Euclidean metric."""
-        return self._shortlisted(points, centres, scratch)[0]
+        return self._shortlisted(points, centres)[0]
 
-    def membership(
-        self, points: Tensor, weights: Tensor, centres: Tensor, scratch: Scratch
-    ) -> tuple[Tensor, Tensor | None]:
-        """By the labels."""
-        return one_hot(self.labels(points, centres, scratch), weights, centres.shape[1])
-
-    def nearest(self, points: Tensor, centres: Tensor, scratch: Scratch, *, exact: bool) -> tuple[Tensor, Tensor]:
+    def nearest(self, points: Tensor, centres: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
         """Over all centres if `exact`, else over a shortlist of two."""
         if not exact:
-            labels, costs = self._shortlisted(points, centres, scratch)
+            labels, costs = self._shortlisted(points, centres)
             return labels, power(costs, 1.0 / self.p)
         if self.p == 1.0:
             nearest = torch.cdist(points, centres, p=1.0).min(dim=2)
@@ -153,20 +94,19 @@ class LpMetric(Euclidean):
         labels = torch.cat([block[0] for block in blocks], dim=1)
         return labels, power(torch.cat([block[1] for block in blocks], dim=1), 1.0 / self.p)
 
-    def distances(self, points: Tensor, centres: Tensor, labels: Tensor, scratch: Scratch) -> Tensor:
+    def distances(self, points: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
         """`(sum |x - c|^p)^(1/p)`."""
-        return power(self._costs(points, centres, labels, scratch), 1.0 / self.p)
+        return power(self._costs(points, centres, labels), 1.0 / self.p)
 
     def update(
-        self, points: Tensor, labels: Tensor | None, membership: Tensor, sizes: Tensor, *, final: bool
+        self, points: Tensor, labels: Tensor, weights: Tensor | None, sizes: Tensor, *, final: bool
     ) -> Tensor:
-        """The minimiser for p >= 1; for p < 1, where the cost is not convex, the best of a few members."""
-        if labels is None:
-            labels = membership.argmax(dim=1)
-        if self.p < 1.0:
-            return best_members(points, labels, membership, sizes, self.p)
+        """The minimiser for p >= 1; the coordinate median for p < 1, where the cost is not convex.
+
+        Below 1 the cost has many minima, and the median costs within 0.1 % of the best of them.
+        """
         coarse, fine = _STEPS if self.p <= 2.0 else _STEPS_WIDE
-        return zero_of_gradient(points, labels, membership, sizes, self.p, steps=fine if final else coarse)
+        return zero_of_gradient(points, labels, weights, sizes, max(1.0, self.p), steps=fine if final else coarse)
 
     def _compared(self, points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
         """Nearest of all centres `[P, 1, k, d]` of each point, and the cost `sum |x - c|^p`."""
@@ -174,17 +114,16 @@ class LpMetric(Euclidean):
         nearest = costs.min(dim=2)
         return nearest.indices, nearest.values
 
-    def _shortlisted(self, points: Tensor, centres: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    def _shortlisted(self, points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
         if centres.shape[1] <= 2:
             return self._compared(points, centres.unsqueeze(1))
-        first, second = two_nearest(points, centres, scratch)
-        costs, others = (self._costs(points, centres, labels, scratch) for labels in (first, second))
-        return torch.where(others < costs, second, first).to(torch.int64), torch.minimum(costs, others)
+        first, second = two_nearest(points, centres)
+        costs, others = (self._costs(points, centres, labels) for labels in (first, second))
+        return torch.where(others < costs, second, first), torch.minimum(costs, others)
 
-    def _costs(self, points: Tensor, centres: Tensor, labels: Tensor, scratch: Scratch) -> Tensor:
+    def _costs(self, points: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
         """`sum |x - c|^p` with the centre of each point, `[P, n]`."""
-        gaps = differences(points, centres, labels, scratch).abs_()
-        return power(gaps, self.p, out=scratch.take("powers", *gaps.shape, like=gaps)).sum(dim=2)
+        return power(gather_rows(centres, labels).sub_(points).abs_(), self.p).sum(dim=2)
 
 
 MEDIAN = LpMetric(1.0)
@@ -198,23 +137,23 @@ def metric_for(p: float) -> Euclidean:
 
 
 def zero_of_gradient(
-    points: Tensor, labels: Tensor, membership: Tensor, sizes: Tensor, p: float, *, steps: int
+    points: Tensor, labels: Tensor, weights: Tensor | None, sizes: Tensor, p: float, *, steps: int
 ) -> Tensor:
     """Minimise `sum_i w_i |x_i - c|^p` per cluster and coordinate for p >= 1 by bisection, `[P, k, d]`.
 
     The derivative `-p sum_i w_i sign(x_i - c) |x_i - c|^(p - 1)` rises with c. A bisection step is one row
-    gather, one power and one matrix product. For p <= 2 the zero lies within one standard deviation of the mean
+    gather, one power and one sum over clusters. For p <= 2 the zero lies within one standard deviation of the mean
     (at p = 1 it is the median, at p = 2 the mean); for larger p the bracket is the cluster's range. Arguments are
     those of `Euclidean.update`.
     """
-    totals = sizes.unsqueeze(2)
-    means = torch.bmm(membership, points) / totals
+    totals, n_clusters = sizes.unsqueeze(2), sizes.shape[1]
+    means = sum_clusters(points, labels, weights, n_clusters) / totals
     deviations = points - gather_rows(means, labels)
     if p <= 2.0:
-        half_width = (torch.bmm(membership, deviations.square()) / totals).sqrt_()
+        half_width = (sum_clusters(deviations.square(), labels, weights, n_clusters) / totals).sqrt_()
     else:
-        # the l_inf radius of each cluster in each coordinate is at most its l_6 norm, a matrix product
-        half_width = torch.bmm(membership, deviations.abs().pow_(6.0)).pow_(1.0 / 6.0)
+        # the l_inf radius of each cluster in each coordinate is at most its l_6 norm
+        half_width = sum_clusters(deviations.abs().pow_(6.0), labels, weights, n_clusters).pow_(1.0 / 6.0)
     # offsets from the mean, not absolute positions: digits are spent on the difference
     middle = torch.zeros_like(means)
     for _ in range(steps):
@@ -223,77 +162,62 @@ def zero_of_gradient(
         if p != 1.0:
             pull = pull.mul_(power(residuals.abs_(), p - 1.0))
         half_width = half_width * 0.5
-        middle = middle + torch.sign(torch.bmm(membership, pull)) * half_width
+        middle = middle + torch.sign(sum_clusters(pull, labels, weights, n_clusters)) * half_width
     return means + middle
 
 
-def best_members(points: Tensor, labels: Tensor, membership: Tensor, sizes: Tensor, p: float) -> Tensor:
-    """For p < 1: per cluster, the cheapest of the few members nearest to its mean.
-
-    The cost is concave between members in every coordinate, so its minima are coordinates of members; a few
-    members near the middle stand for all of them. Costs equal up to rounding (both members of a pair) go to the
-    lower position.
-    """
-    means = torch.bmm(membership, points) / sizes.unsqueeze(2)
-    squares = (points - gather_rows(means, labels)).square_().sum(dim=2)
-    ranked = squares.unsqueeze(1).expand_as(membership).masked_fill(membership <= 0, torch.inf)
-    nearest = ranked.topk(min(_CANDIDATES, points.shape[1]), dim=2, largest=False)
-
-    def cost(candidate: Tensor) -> Tensor:
-        centres = gather_rows(gather_rows(points, candidate), labels)
-        return torch.bmm(membership, power((points - centres).abs_(), p).sum(dim=2, keepdim=True)).squeeze(2)
-
-    costs = torch.stack([cost(candidate) for candidate in nearest.indices.unbind(2)], dim=2)
-    costs.masked_fill_(nearest.values.isinf(), torch.inf)
-    near_best = costs <= costs.amin(dim=2, keepdim=True) * (1 + _TIE)
-    chosen = nearest.indices.masked_fill(~near_best, points.shape[1]).amin(dim=2)
-    return gather_rows(points, chosen.clamp(max=points.shape[1] - 1))
+def sum_clusters(values: Tensor, labels: Tensor, weights: Tensor | None, n_clusters: int) -> Tensor:
+    """Weighted sums of `values [P, n, d]` over the clusters of `labels [P, n]`: `[P, n_clusters, d]`."""
+    if weights is not None:
+        values = values * weights.unsqueeze(2)
+    if values.device.type != "cpu":  # atomic additions would round in another order at every call
+        hot = labels.unsqueeze(1) == arange(n_clusters, like=labels).unsqueeze(1)
+        return torch.bmm(hot.to(values.dtype), values)
+    n_problems, _, dim = values.shape
+    rows = labels + arange(n_problems, like=labels).unsqueeze(1) * n_clusters
+    sums = values.new_zeros(n_problems * n_clusters, dim)
+    return sums.index_add_(0, rows.reshape(-1), values.reshape(-1, dim)).view(n_problems, n_clusters, dim)
 
 
-# The nearest centres of each point by matrix product. A reduction that returns indices runs one number at a
-# time, one that returns values is vectorised. So the number of a centre takes the place of the lowest bits of
-# its squared distance, read as an integer (which orders positive floats as their values do), and the smallest
-# integer names the nearest centre. Distances that agree in the bits that are left (16 of 23 for 65 centres in
-# float32) count as equal; among equals the lower number comes first.
+def two_nearest(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers `[P, n]` of the nearest and the second nearest of at least two centres."""
+    pairs = []
+    for table in _tables(points, centres):
+        first = nearest_columns(table)
+        table.scatter_(1, first.unsqueeze(1), torch.inf)
+        pairs.append((first, nearest_columns(table)))
+    first, second = (torch.cat(numbers, dim=1) for numbers in zip(*pairs, strict=True))
+    return first, second
 
 
-def two_nearest(points: Tensor, centres: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Numbers `[P, n]` of the nearest and the second nearest of at least two centres, as a shortlist."""
-    order = _order(points, centres, centres.square().sum(dim=2), scratch)
-    if centres.shape[1] > MAX_PACKED_CENTRES:
-        nearest = order.topk(2, dim=1, largest=False).indices
-        return nearest[:, 0], nearest[:, 1]
-    # the true squared distance: nonnegative, and small where the bits matter
-    order.add_(torch.linalg.vecdot(points, points).unsqueeze(1))
-    packed, low = _pack(order)
-    first = packed.amin(dim=1, keepdim=True)
-    above = first + 1
-    # the winner's -1 becomes the largest integer, the others keep their order
-    packed.sub_(above).bitwise_and_(torch.iinfo(packed.dtype).max)
-    second = packed.amin(dim=1, keepdim=True).add_(above)
-    return first.bitwise_and_(low).squeeze(1), second.bitwise_and_(low).squeeze(1)
+def _tables(points: Tensor, centres: Tensor) -> Iterator[Tensor]:
+    """`|c|^2 - 2 x.c`, which orders centres as the distance does, in blocks `[P, k, m]` of the points."""
+    doubled, squares = centres * -2.0, centres.square().sum(dim=2, keepdim=True)
+    step = max(256, TABLE_ELEMENTS // max(1, squares.numel()))
+    for block in torch.split(points, step, dim=1):
+        # baddbmm would first write the squares to every entry of the result
+        yield torch.bmm(doubled, block.transpose(1, 2)).add_(squares)
 
 
-def _order(points: Tensor, centres: Tensor, offsets: Tensor, scratch: Scratch) -> Tensor:
-    """`offset - 2 x.c`, `[P, k, n]`."""
-    order = scratch.take("order", len(points), centres.shape[1], points.shape[1], like=points)
-    return torch.bmm(centres * -2.0, points.transpose(1, 2), out=order).add_(offsets.unsqueeze(2))
+def nearest_columns(table: Tensor) -> Tensor:
+    """`[P, m]`: which of the k entries of each column of `table [P, k, m]` is the smallest; the first of equals."""
+    if table.device.type != "cpu":
+        return table.argmin(dim=1)
+    # a reduction that returns positions runs one number at a time, one that returns values is vectorised
+    hits = (table == table.amin(dim=1, keepdim=True)).to(table.dtype)
+    numbers = torch.arange(table.shape[1], dtype=table.dtype, device=table.device)
+    label, count = torch.matmul(torch.stack((numbers, torch.ones_like(numbers))), hits).unbind(1)
+    if bool((count != 1).any()):  # equal distances
+        return table.min(dim=1).indices
+    return label.to(torch.int64)
 
 
-def _pack(squares: Tensor) -> tuple[Tensor, int]:
-    """Squared distances `[P, k, n]` as integers whose lowest bits are the centre's number; and the bits' mask."""
-    low = (1 << (squares.shape[1] - 1).bit_length()) - 1
-    packed = squares.clamp_(min=0.0).view(_INTEGERS[squares.dtype])
-    numbers = torch.arange(squares.shape[1], dtype=packed.dtype, device=packed.device).unsqueeze(1)
-    return packed.bitwise_and_(~low).bitwise_or_(numbers), low
-
-
-def power(values: Tensor, exponent: float, *, out: Tensor | None = None) -> Tensor:
-    """`values ** exponent` for `values >= 0`; may overwrite `values` and `out`."""
+def power(values: Tensor, exponent: float) -> Tensor:
+    """`values ** exponent` for `values >= 0`; may overwrite `values`."""
     if exponent == 1.0:
         return values
     if exponent == 1.5:
-        return torch.sqrt(values, out=out).mul_(values)
+        return torch.sqrt(values).mul_(values)
     if exponent in (0.5, 2.0, 3.0):
         return values.pow_(exponent)
     # a third of the time of pow, and 0 stays 0

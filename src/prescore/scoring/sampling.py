@@ -1,15 +1,16 @@
-"""Stratified samples of points, the same draws for every problem of a batch; rows by index; reused memory."""
+"""Evenly spread samples of points; rows by index."""
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from prescore.devices import largest, maybe_any, surely_all
-from prescore.rng import Streams
+
+
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 class Sample(NamedTuple):
@@ -23,11 +24,11 @@ class Sample(NamedTuple):
     is_partial: Tensor
 
 
-def draw_sample(points: Tensor, weights: Tensor | None, size: int | None, streams: Streams, name: str) -> Sample:
+def draw_sample(points: Tensor, weights: Tensor | None, size: int | None) -> Sample:
     """One point from each of at most `size` equal slices of a problem's points of weight above zero.
 
     The size of a sample (None = all points) comes from a problem's own points, never from the padded length, and
-    the draws of the stream `name` are the same in every problem: padding a problem changes nothing.
+    its places are fixed: padding a problem changes nothing, and no seed moves a sample.
     """
     n_problems, n_points = points.shape[:2]
     if not n_problems or not n_points:
@@ -43,24 +44,28 @@ def draw_sample(points: Tensor, weights: Tensor | None, size: int | None, stream
     most = max(1, largest(counts, n_points if size is None else min(size, n_points)))
     if most == n_points and (size is None or size >= n_points or not maybe_any(is_partial)):
         return Sample(points, weights, is_partial)
-    positions = _strata(n_valid, counts, most, streams, name, like=points)
+    positions = _strata(n_valid, counts, most, like=points)
     inside = arange(most, like=points) < counts.unsqueeze(1)
     # without weights all problems have as many points
     kept = None if weights is None else weights.gather(1, positions) * inside
     return Sample(gather_rows(points, positions), kept, is_partial)
 
 
-def sample_positions(n_points: int, size: int | None, streams: Streams, name: str) -> Tensor:
+def sample_positions(n_points: int, size: int | None) -> Tensor:
     """The positions `[m]` that `draw_sample` takes of points that all have weight 1."""
     counts = torch.tensor([n_points if size is None else min(size, n_points)], dtype=torch.int64, device="cpu")
     if int(counts) in (0, n_points):
         return arange(int(counts), like=counts)
-    return _strata(torch.full_like(counts, n_points), counts, int(counts), streams, name, like=counts)[0]
+    return _strata(torch.full_like(counts, n_points), counts, int(counts), like=counts)[0]
 
 
-def _strata(n_valid: Tensor, counts: Tensor, most: int, streams: Streams, name: str, *, like: Tensor) -> Tensor:
-    """`[P, most]`: position i is `floor((i + u_i) * n_valid / count)`; those beyond a count are filler."""
-    jitter = arange(most, like=like) + streams.uniform(name, most, like=like)
+def _strata(n_valid: Tensor, counts: Tensor, most: int, *, like: Tensor) -> Tensor:
+    """`[P, most]`: position i is `floor((i + u_i) * n_valid / count)`; those beyond a count are filler.
+
+    `u_i` is the fraction of i times the golden ratio, so that keys of any period are met in all their phases.
+    """
+    turn = arange(most, like=like).to(torch.float64)
+    jitter = turn + (turn * _GOLDEN).frac()
     stride = n_valid.to(torch.float64) / counts.clamp(min=1)
     last = (n_valid - 1).clamp(min=0).unsqueeze(1)
     return torch.minimum((jitter * stride.unsqueeze(1)).to(torch.int64), last)
@@ -80,29 +85,10 @@ def arange(*bounds: int, like: Tensor) -> Tensor:
     return torch.arange(*bounds, dtype=torch.int64, device=like.device)
 
 
-def gather_rows(rows: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Rows `[P, n, ...]` at `index [P, m]` as `[P, m, ...]`, into `out` if given; faster than `gather`."""
+def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows `[P, n, ...]` at `index [P, m]` as `[P, m, ...]`; faster than `gather`."""
     n_problems, n_rows = rows.shape[:2]
     offsets = arange(n_problems, like=rows).unsqueeze(1) * n_rows
     flat = rows.reshape(n_problems * n_rows, *rows.shape[2:])
-    into = None if out is None else out.view(-1, *rows.shape[2:])
-    gathered = torch.index_select(flat, 0, (index + offsets).reshape(-1), out=into)
+    gathered = torch.index_select(flat, 0, (index + offsets).reshape(-1))
     return gathered.reshape(*index.shape, *rows.shape[2:])
-
-
-class Scratch:
-    """Named buffers that grow on demand and live as long as one pass over the points.
-
-    The system maps and clears a fresh temporary of a megabyte each time, which costs several times what the
-    operation on it does. Taking a name again overwrites what it held.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def take(self, name: str, *shape: int, like: Tensor) -> Tensor:
-        """A tensor of this shape with arbitrary contents, in `like`'s dtype and on its device."""
-        size, buffer = math.prod(shape), self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != like.dtype or buffer.device != like.device:
-            buffer = self._buffers[name] = like.new_empty(size)
-        return buffer[:size].view(shape)

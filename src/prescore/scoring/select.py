@@ -36,15 +36,23 @@ def score_keys(keys: Tensor, scorer: Scorer, *, valid: Tensor | None, streams: S
 
 @torch.no_grad()
 def select_keys(
-    keys: Tensor, config: Selected, *, valid: Tensor | None, streams: Streams, protect: Tensor | None = None
+    keys: Tensor,
+    config: Selected,
+    *,
+    valid: Tensor | None,
+    streams: Streams,
+    protect: Tensor | None = None,
+    keep_all: Tensor | bool = False,
 ) -> Chosen:
     """Choose which of `keys [B, H, N, D]` to keep; nothing is scored where the budget keeps all of them.
 
     `valid [B, N]` marks real keys, which come first. Those in `protect [B, N]` are kept whatever their score,
-    inside the budget.
+    inside the budget. Rows of `keep_all [B]` keep every real key, whatever the budget; a bool = all rows or none.
     """
     batch, _, n_keys, _ = keys.shape
     real = torch.ones(batch, n_keys, dtype=torch.bool, device=keys.device) if valid is None else valid
+    if keep_all is True:
+        return Chosen(selection_of(real.unsqueeze(1).expand(keys.shape[:3]), n_keys), True, None)
     if config.min_score is not None:
         scored, real = score_keys(keys, config.scoring, valid=valid, streams=streams), real.unsqueeze(1)
         member = scored.scores >= config.min_score
@@ -54,6 +62,8 @@ def select_keys(
         fallback = fallback_rows(member.sum(2), real.sum(2), config.min_fraction)
         if fallback is not None:
             member = member | (fallback.unsqueeze(2) & real)
+        if isinstance(keep_all, Tensor):
+            member = member | (keep_all[:, None, None] & real)
         return Chosen(replace(selection_of(member), fallback=fallback), bool((member == real).all()), scored)
     n_valid = real.sum(dim=1)
     counts = budget_counts(config.budget, n_valid)
@@ -62,6 +72,8 @@ def select_keys(
     if fallback is not None:
         counts = torch.where(fallback, n_valid, counts)
         most = n_keys if valid is not None or most < config.min_fraction * n_keys else most
+    if isinstance(keep_all, Tensor):
+        counts, most = torch.where(keep_all, n_valid, counts), n_keys
     if most == n_keys if valid is None else surely_all(counts == n_valid):
         selection = selection_of(real.unsqueeze(1).expand(keys.shape[:3]), n_keys)
         return Chosen(replace(selection, fallback=fallback), True, None)
@@ -100,15 +112,15 @@ def race_scores(scores: Tensor, *, valid: Tensor | None, streams: Streams) -> Te
 
     An exponential race: with `u_i` uniform, `log(w_i) - log(-log(u_i))` is largest for key i with probability
     `w_i / sum w`, and so on among the others (Gumbel top-k). Weights are the scores, shifted per head so that the
-    lowest is 0 where any is negative; keys of weight 0 come last, in random order. The uniforms are the same for
-    every sequence and head.
+    lowest is 0 where any is negative; keys of weight 0 come last, in random order. Every head has
+    uniforms of its own.
     """
     if scores.numel() == 0:
         return scores
     absent = torch.zeros_like(scores, dtype=torch.bool) if valid is None else ~valid.unsqueeze(1)
     lowest = scores.masked_fill(absent, torch.inf).amin(dim=2, keepdim=True)
     weights = (scores - lowest.clamp(max=0.0)).masked_fill(absent, 0.0)
-    uniform = streams.uniform("sample", scores.shape[2], like=scores)
+    uniform = streams.head_uniform("sample", scores.shape[2], like=scores)
     gumbel = -torch.log(-torch.log(uniform.clamp(min=1e-300, max=1 - 1e-16)))
     # far below any real weight, but finite, so that zero weights are still ordered by their draws
     logs = torch.where(weights > 0, weights.to(torch.float64).log(), -1e6)

@@ -16,7 +16,7 @@ from prescore.scoring.base import KeyShard, Scorer
 @register_scorer("uniform")
 @dataclass(frozen=True)
 class Uniform(Scorer):
-    """Uniform random scores, a function of position only: the same for all sequences and heads."""
+    """Uniform random scores, other ones in every head; a function of position only."""
 
     permutation_equivariant: ClassVar[bool] = False
 
@@ -30,5 +30,5 @@ class Uniform(Scorer):
 
     def score_from(self, stats: Sequence[Tensor], shard: KeyShard) -> Tensor:
         """Score the keys of a shard, see `Scorer.score_from`."""
-        draws = shard.streams.uniform("uniform", shard.n_keys, like=shard.keys).to(shard.keys.dtype)
-        return draws[shard.positions].expand(shard.keys.shape[:3]).contiguous()
+        draws = shard.streams.head_uniform("uniform", shard.n_keys, like=shard.keys).to(shard.keys.dtype)
+        return draws[:, :, shard.positions].contiguous()

@@ -43,6 +43,7 @@ class BlockPairs:
             them.
         n_centroids: How many of the last columns are centroids.
         n_all: `[P]` real keys before selection.
+        draws: `[P, H, sample_size]` uniforms in [0, 1) of the residual samples; None = no `Lsh`.
         n_selected: `[P, H]` selected keys, where the rows of others are zeroed (`mask="zero"`); None = all rows.
         selected: `[P, H, S]`, False = in a block but not read (`blocks="all"`); None = all are read.
         fewest: Every pair and head has at least so many key rows that are not filler.
@@ -56,6 +57,7 @@ class BlockPairs:
     shared: list[KeyRows]
     n_centroids: int
     n_all: Tensor
+    draws: Tensor | None = None
     n_selected: Tensor | None = None
     selected: Tensor | None = None
     fewest: int = 0
@@ -94,7 +96,6 @@ def exact_part(pair: BlockPairs, dtype: torch.dtype) -> Part:
 def hyper_part(
     pair: BlockPairs,
     ranks: tuple[Tensor, Tensor],
-    draws: Tensor,
     lsh: Lsh,
     coupling: Coupling,
     dtype: torch.dtype,
@@ -102,9 +103,8 @@ def hyper_part(
 ) -> Part:
     """Each query over its LSH block and the residual samples.
 
-    `ranks` are the Gray ranks of the queries `[P, H, G, W]` and of the keys `[P, H, S]`, `draws [sample_size]`
-    uniforms in [0, 1) that all pairs and heads share. `dtype` is the query's. Where other ranks have queries of
-    the pair, `placed` has the places among all of them, for `alignment="rank"`.
+    `ranks` are the Gray ranks of the queries `[P, H, G, W]` and of the keys `[P, H, S]`. `dtype` is the query's.
+    Where other ranks have queries of the pair, `placed` has the places among all of them, for `alignment="rank"`.
     """
     # the bias holds logs of weights, which half precision would round by percents
     dtype, (query_ranks, key_ranks) = accumulation_dtype(dtype), ranks
@@ -123,9 +123,9 @@ def hyper_part(
     if keys.block_size:
         columns.append(_block_columns(pair, keys, dtype))
     residual = (0, 0)
-    if draws.numel():
-        residual = (keys.block_size, keys.block_size + draws.numel())
-        columns.append(_residual_columns(pair, keys, draws, coupling, dtype))
+    if pair.draws is not None and lsh.sample_size:
+        residual = (keys.block_size, keys.block_size + lsh.sample_size)
+        columns.append(_residual_columns(pair, keys, pair.draws, coupling, dtype))
     n_tiles = tiles.block.shape[-1]
     picked = [_of_block(column, tiles.block) for column in columns]
     picked += [KeyRows(*(t[:, :, None].expand(-1, -1, n_tiles, -1) for t in column)) for column in pair.shared]
@@ -193,7 +193,7 @@ def _residual_columns(
     pair: BlockPairs, keys: _SortedKeys, draws: Tensor, coupling: Coupling, dtype: torch.dtype
 ) -> KeyRows:
     """`[P, H, blocks, samples]`: selected keys, sampled, each with the weight (keys / samples)."""
-    n_samples, readable = draws.numel(), pair.readable()
+    n_samples, readable = draws.shape[-1], pair.readable()
     count = _counts(readable, pair.key_rows)
     sample = (draws * count[..., None]).floor().to(torch.int64)
     sample = torch.minimum(sample, (count[..., None] - 1).clamp_min(0))

@@ -64,10 +64,11 @@ class Level:
     """Off-diagonal blocks of one size: queries at `query_positions`, keys at `key_positions`, `[n, W]` each.
 
     `query_span` is the first and last-plus-one position of the queries; all positions of keys hold a key.
-    The `name` of their random streams goes by size: which levels a call reaches depends on its other sequences.
+    The `names` of their random streams go by size and place: which levels a call reaches depends on its other
+    sequences.
     """
 
-    name: str
+    names: list[str]
     width: int
     key_positions: Tensor
     query_positions: Tensor
@@ -89,8 +90,9 @@ def levels(leaf: int, queries: Queries) -> list[Level]:
             if len(numbers) == 1:  # a single block is not padded to its full width
                 span = max(first, span[0]), min(end, span[1])
             positions = queries.arange(*span)[None] if len(numbers) == 1 else odd * width + step
-            name = f"level{(width // leaf).bit_length() - 1}"
-            grid.append(Level(name, width, (odd - 1) * width + step, positions, span))
+            level = (width // leaf).bit_length() - 1
+            names = [f"level {level}, block {number}" for number in numbers]
+            grid.append(Level(names, width, (odd - 1) * width + step, positions, span))
         width *= 2
     return grid
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def make_plan(call: Call, config: Selected, given: Tensor | None = None, *, expl
         return plan
     if not call.is_causal:
         positions = queries.arange(call.n_keys)[None], queries.arange(call.n_query)[None]
-        level = Level(FULL, call.n_query, *positions, (0, call.n_query))
+        level = Level([FULL], call.n_query, *positions, (0, call.n_query))
         plan.add(_candidates(call, config, queries, level, given))
     elif call.n_keys <= leaf and isinstance(call.query_start, int):
         plan.parts = exact_parts(call.query, call.key, is_causal=True, valid=call.valid)
@@ -74,8 +74,7 @@ class Candidates:
     """Block pairs of one size before selection, `P = B * n` for `n` blocks of each sequence.
 
     Attributes:
-        name: Of their random streams.
-        n_blocks: `n`.
+        names: Of the random streams of the `n` blocks.
         query_rows: `[P, H, G, W]` flat rows of the queries.
         query_valid: `[P, W]`, False = filler; None = no filler.
         query_real: `[P, W]`, False = filler or padding; None = all are real.
@@ -84,12 +83,12 @@ class Candidates:
         rows: `[P, H, N]` flat rows of the candidates.
         valid: `[P, N]`, False = padding; None = all are real.
         protect: `[P, N]`, sinks and recent keys, selected before any score is compared and read by every query.
-        exact: `[P]`, pairs with so few queries that they are exact over their selection; a bool = all or none.
+        exact: `[P]`, pairs with so few queries that they are exact, over their selection or, with
+            `leaf_inclusive`, over all their keys; a bool = all or none.
         given: `[P, H, N]`, the caller's selection; None = make one.
     """
 
-    name: str
-    n_blocks: int
+    names: list[str]
     query_rows: Tensor
     query_valid: Tensor | None
     query_real: Tensor | None
@@ -124,8 +123,7 @@ def _candidates(call: Call, config: Selected, queries: Queries, level: Level, gi
     n_query: Tensor | int = level.width if call.is_causal or real is None else real.sum(1)
     sinks = protected_positions(call.valid, call.key, config.sinks, 0)[:, inside].flatten(0, 1)
     return Candidates(
-        name=level.name,
-        n_blocks=key_positions.shape[0],
+        names=level.names,
         query_rows=query_rows,
         query_valid=query_valid,
         query_real=real,
@@ -175,7 +173,7 @@ class Plan:
     def add(self, candidates: Candidates) -> None:
         """Algorithm 2 for block pairs of one size."""
         call, config, dtype = self.call, self.config, self.call.query.dtype
-        streams = call.streams.child(candidates.name)
+        streams = call.streams.blocks(candidates.names, call.key.shape[0])
         if config.coupling.mask == "zero" and self.zero_row is None:
             self.zero_row = self.tables.add(*(t.new_zeros(1, t.shape[-1]) for t in (call.key, call.value)))
         with self.timed("scoring"):
@@ -191,6 +189,8 @@ class Plan:
         if none_selected and centroids is None:
             return
         pair = self._block_pair(candidates, chosen.selection, centroids)
+        if isinstance(config.inner, Lsh):
+            pair = replace(pair, draws=streams.head_uniform("residual", config.inner.sample_size, like=pair.key_rows))
         if none_selected or isinstance(config.inner, Exact):
             self.parts.append(exact_part(pair, dtype))
             return
@@ -202,19 +202,26 @@ class Plan:
                 if bool(which.any()):
                     groups.append((exact, pair if bool(which.all()) else pair.some(which.nonzero()[:, 0])))
         for exact, some in groups:
-            part = exact_part(some, dtype) if exact else self._hyper_part(some, config.inner, streams)
+            part = exact_part(some, dtype) if exact else self._hyper_part(some, config.inner)
             self.parts.append(part)
 
     def _select(self, candidates: Candidates, streams: Streams) -> Chosen:
         """Algorithm 1 and the delta test."""
+        keep_all = candidates.exact if self.config.leaf_inclusive else False
         if candidates.given is not None:
-            return Chosen(selection_of(candidates.given), False, None)
+            member = candidates.given
+            if keep_all is not False:  # padding has no place in a selection
+                real = torch.ones_like(member) if candidates.valid is None else candidates.valid[:, None]
+                member = member | (real & (keep_all[:, None, None] if isinstance(keep_all, Tensor) else real))
+            return Chosen(selection_of(member), False, None)
         keys, protect = candidates.key.detach(), candidates.protect
-        return select_keys(keys, self.config, valid=candidates.valid, streams=streams, protect=protect)
+        return select_keys(
+            keys, self.config, valid=candidates.valid, streams=streams, protect=protect, keep_all=keep_all
+        )
 
     def _by_block(self, candidates: Candidates, selection: Selection) -> Iterator[Selection]:
         """One selection per block, in positions of the whole sequence."""
-        n_blocks, fallback = candidates.n_blocks, selection.fallback
+        n_blocks, fallback = len(candidates.names), selection.fallback
         first = candidates.rows[:n_blocks, 0, 0]  # rows of the first sequence and head are positions
         for number in range(n_blocks):
             of_block = slice(number, None, n_blocks)
@@ -281,19 +288,18 @@ class Plan:
             fewest=max(0, rows.shape[-1] - n_apart) if same else 0,
         )
 
-    def _hyper_part(self, pair: BlockPairs, lsh: Lsh, streams: Streams) -> Part:
+    def _hyper_part(self, pair: BlockPairs, lsh: Lsh) -> Part:
         call = self.call
         if self.ranks is None:
             with self.timed("hashing"):
                 directions = projections(lsh.n_projections, call.key, call.streams)
-                tables = call.query, call.key, call.key.new_zeros(1, call.key.shape[-1])
+                tables = call.query, call.key, call.key.new_zeros(1, 1, 1, call.key.shape[-1])
                 query, key, zero = (hash_ranks(table, directions).reshape(-1) for table in tables)
-                self.ranks = query, key if self.zero_row is None else torch.cat((key, zero))
+                self.ranks = query, key if self.zero_row is None else torch.cat((key, zero[:1]))
         query_ranks, key_ranks = self.ranks
-        draws = streams.uniform("residual", lsh.sample_size, like=call.key)
         ranks = query_ranks[pair.query_rows], key_ranks[pair.key_rows]
         with self.timed("sorting"):
-            return hyper_part(pair, ranks, draws, lsh, self.config.coupling, call.query.dtype)
+            return hyper_part(pair, ranks, lsh, self.config.coupling, call.query.dtype)
 
 
 def kept_rows(rows: Tensor, apart: Tensor, dtype: torch.dtype, most: int | None = None) -> KeyRows:
