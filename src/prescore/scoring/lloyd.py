@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,14 +9,17 @@ import torch
 from torch import Tensor
 
 from prescore.devices import largest, maybe_any
-from prescore.scoring.metrics import TABLE_ELEMENTS, Euclidean, sum_clusters
+from prescore.scoring.metrics import Euclidean, distance_tables, nearest_columns, sum_clusters
 from prescore.scoring.sampling import Sample, arange, gather_rows
 
 SEEDINGS = ("k-means++", "random")
 _ASSIGN_ROWS = 8192
 # dropping converged problems costs a copy of the others, which pays once this share or less is still moving
 _CROWDED = 0.7
-_MOST_REPETITIONS = 16
+# k-means||: rounds after the first candidate, and candidates of a round where clusters are few
+_ROUNDS, _LEAST_PER_ROUND = 5, 64
+# scikit-learn takes 2 + log(k); with all pairs known more trials cost little, and fewer blobs are missed
+_TRIALS = 16
 
 Lift = Callable[[Tensor], Tensor]
 """Features `[P, m, f]` of a block of points `[P, m, d]`."""
@@ -193,76 +195,88 @@ def _random(points: Tensor, weights: Tensor | None, n_clusters: int, power: floa
 
 
 def _plus_plus(points: Tensor, weights: Tensor | None, n_clusters: int, power: float, draw: Draw) -> Tensor:
-    """k-means++: every seed is drawn in proportion to the cost `|x - nearest seed|^power`, by rejection in rounds.
+    """k-means++ over all points, by k-means||: draw a few candidates per cluster, then choose greedily among them.
 
-    A round draws as many candidates as there are clusters in proportion to the costs before it, and takes them in
-    turn: a candidate becomes a seed with probability (cost now / cost before the round). This is the distribution
-    of drawing one seed after another, while all points are compared with the seeds of a round at once. The first
-    candidate of a round is always taken. The last round takes every candidate, so that rounds are few.
+    Bahmani et al., *Scalable k-means++*, 2012. A round draws as many candidates as there are clusters in proportion
+    to the cost `|x - nearest candidate|^power` of all points, so a group of points is found however small it is.
+    Greedy k-means++ then chooses among the candidates, each weighted with the points that are nearest to it.
     """
-    n_problems, size = points.shape[:2]
-    squares, costs = points.square().sum(dim=2), points.new_ones(n_problems, size)
-    last = points.new_full((n_problems, 1), size - 1, dtype=torch.int64)
-    if weights is not None:
-        last = ((weights > 0).sum(dim=1, keepdim=True) - 1).clamp(min=0)
-    chosen = torch.zeros(n_problems, n_clusters + 1, dtype=torch.int64, device=points.device)
-    n_chosen = torch.zeros(n_problems, 1, dtype=torch.int64, device=points.device)
-    n_rounds = 8 + 2 * math.ceil(math.log2(n_clusters + 1))
-    for number in range(n_rounds):
-        targets, lots = draw(f"k-means++ {number}", 2, n_clusters if number else 1).unbind(1)
-        mass = (costs if weights is None else costs * weights).to(torch.float64).cumsum(dim=1)
+    candidates, weights = _candidates(points, weights, max(n_clusters, _LEAST_PER_ROUND), power, draw)
+    return candidates.gather(1, _greedy(gather_rows(points, candidates), weights, n_clusters, power, draw))
+
+
+def _candidates(
+    points: Tensor, weights: Tensor | None, per_round: int, power: float, draw: Draw
+) -> tuple[Tensor, Tensor]:
+    """Positions `[P, m]` of candidates, and the weight of the points that each stands for.
+
+    A problem with at most m points has all of them as candidates, whatever the size of its batch.
+    """
+    (n_problems, size), most = points.shape[:2], 1 + _ROUNDS * per_round
+    weights = points.new_ones(n_problems, size) if weights is None else weights
+    n_valid = (weights > 0).sum(dim=1, keepdim=True)
+    all_points = arange(min(size, most), like=points).expand(n_problems, -1)
+    if largest(n_valid, size) <= most:
+        return all_points, weights[:, :most]
+    squares, costs = points.square().sum(dim=2), torch.ones_like(weights)
+    labels, last = torch.zeros_like(weights, dtype=torch.int64), (n_valid - 1).clamp(min=0)
+    positions, begin = [], 0
+    for number in range(_ROUNDS + 1):
+        mass = (costs * weights).to(torch.float64).cumsum(dim=1)
+        lots = draw(f"candidates {number}", per_round if number else 1)
         # right=True: never a point of zero cost while there is any other
-        drawn = torch.searchsorted(mass, mass[:, -1:] * targets, right=True).minimum(last)
-        candidates = gather_rows(points, drawn)
-        bars = costs.gather(1, drawn) * lots if number < n_rounds - 1 else torch.zeros_like(lots)
-        taken = _accepted(bars, _costs(candidates, squares.gather(1, drawn), candidates, power))
-        taken = taken & (taken.cumsum(dim=1) <= n_clusters - n_chosen)
-        place = (n_chosen + taken.cumsum(dim=1) - 1).masked_fill(~taken, n_clusters)
-        chosen.scatter_(1, place, drawn)  # the last column is cut off
-        n_taken = taken.sum(dim=1, keepdim=True)
-        n_chosen = n_chosen + n_taken
-        if n_chosen.device.type == "cpu" and bool((n_chosen == n_clusters).all()):
-            break
-        # the seeds of the round first; where another problem has more of them, the first again
-        order = torch.sort(taken.to(torch.int8), dim=1, descending=True, stable=True).indices
-        order = order.masked_fill(arange(order.shape[1], like=order) >= n_taken, 0)
-        seeds = gather_rows(candidates, order[:, : max(1, largest(n_taken, order.shape[1]))])
-        step = max(256, TABLE_ELEMENTS // seeds[..., 0].numel())
-        for begin in range(0, size, step):
-            rows = slice(begin, begin + step)
-            nearest = _costs(points[:, rows], squares[:, rows], seeds, power, nearest=True)
-            costs[:, rows] = torch.minimum(costs[:, rows], nearest) if number else nearest
-    return chosen[:, :n_clusters]
+        drawn = torch.searchsorted(mass, mass[:, -1:] * lots, right=True).minimum(last)
+        nearest, cost = _nearest_candidates(points, squares, gather_rows(points, drawn), power)
+        closer = cost < costs if number else torch.ones_like(labels, dtype=torch.bool)
+        labels, costs = torch.where(closer, nearest + begin, labels), torch.where(closer, cost, costs)
+        positions.append(drawn)
+        begin += drawn.shape[1]
+    counts = sum_clusters(weights.unsqueeze(2), labels, None, most).squeeze(2)
+    is_short = n_valid <= most
+    own_weights = weights[:, :most].masked_fill(arange(most, like=points) >= n_valid, 0.0)
+    return torch.where(is_short, all_points, torch.cat(positions, dim=1)), torch.where(is_short, own_weights, counts)
 
 
-def _accepted(bars: Tensor, between: Tensor) -> Tensor:
-    """Which of a round's candidates become seeds, `[P, T]`: those whose cost is still at least their bar.
+def _nearest_candidates(
+    points: Tensor, squares: Tensor, candidates: Tensor, power: float
+) -> tuple[Tensor, Tensor]:
+    """The nearest of `candidates [P, c, d]` to each point of these squared lengths, and the cost, `[P, n]`."""
+    nearest = [(nearest_columns(table), table.amin(dim=1)) for table in distance_tables(points, candidates)]
+    numbers, values = (torch.cat(parts, dim=1) for parts in zip(*nearest, strict=True))
+    costs = values.add_(squares).clamp_(min=0.0)
+    return numbers, costs if power == 2.0 else costs.pow_(power / 2.0)
 
-    `between [P, T, T]` are the costs of the candidates to one another, and only the seeds before a candidate count.
-    A candidate's answer is final once those of all before it are, so repeating settles them, almost always within
-    a few steps.
+
+def _greedy(points: Tensor, weights: Tensor, n_clusters: int, power: float, draw: Draw) -> Tensor:
+    """Positions `[P, n_clusters]` by greedy k-means++: of a few draws, keep the one that lowers the cost most.
+
+    All pairwise costs are computed once, so that a step is a few operations on `[P, trials, size]`.
     """
-    turn = arange(bars.shape[1], like=bars)
-    earlier = between.to(bars.dtype).masked_fill(turn[:, None] >= turn, torch.inf)
-    taken = torch.ones_like(bars, dtype=torch.bool)
-    for _ in range(_MOST_REPETITIONS):
-        settled = bars <= earlier.masked_fill(~taken.unsqueeze(2), torch.inf).amin(dim=1)
-        if settled.device.type == "cpu" and torch.equal(settled, taken):
-            break
-        taken = settled
-    return taken
-
-
-def _costs(points: Tensor, squares: Tensor, seeds: Tensor, power: float, *, nearest: bool = False) -> Tensor:
-    """`|x - s|^power` for `points [P, m, d]` of these squared lengths: `[P, s, m]`, or to the nearest seed `[P, m]`."""
-    table = torch.bmm(seeds * -2.0, points.transpose(1, 2)).add_(seeds.square().sum(dim=2, keepdim=True))
-    table = table.amin(dim=1) if nearest else table
-    costs = table.add_(squares if nearest else squares.unsqueeze(1)).clamp_(min=0.0)
-    return costs if power == 2.0 else costs.pow_(power / 2.0)
+    costs = pairwise_costs(points, power)
+    draws = draw("k-means++", n_clusters, _TRIALS)
+    last = (torch.where(weights > 0, arange(weights.shape[1], like=weights), 0)).amax(dim=1, keepdim=True)
+    closest = torch.ones_like(weights)
+    chosen = []
+    for step in range(n_clusters):
+        mass = (closest * weights).to(torch.float64).cumsum(dim=1)
+        candidates = torch.searchsorted(mass, mass[:, -1:] * draws[:, step], right=True).minimum(last)
+        if step == 0:
+            candidates = candidates[:, :1]
+        reached = gather_rows(costs, candidates)
+        if step > 0:
+            reached = torch.minimum(reached, closest.unsqueeze(1))
+        totals = torch.linalg.vecdot(reached, weights.unsqueeze(1))
+        best = totals.argmin(dim=1, keepdim=True)
+        # take_along_dim would first reduce the index modulo the size, which costs more than everything else here
+        closest = reached.gather(1, best.unsqueeze(2).expand(-1, 1, reached.shape[2])).squeeze(1)
+        chosen.append(candidates.gather(1, best))
+    return torch.cat(chosen, dim=1)
 
 
 def pairwise_costs(points: Tensor, power: float) -> Tensor:
-    """Euclidean distances to the given power, `[P, n, n]`; the diagonal is zero."""
-    costs = _costs(points, points.square().sum(dim=2), points, power)
+    """Euclidean distances to the given power, `[P, n, n]`, by one matrix product; the diagonal is zero."""
+    squares = points.square().sum(dim=2)
+    costs = torch.bmm(points * -2.0, points.transpose(1, 2)).add_(squares.unsqueeze(1))
+    costs = costs.add_(squares.unsqueeze(2)).clamp_(min=0.0)
     costs.diagonal(dim1=1, dim2=2).zero_()
-    return costs
+    return costs if power == 2.0 else costs.pow_(power / 2.0)

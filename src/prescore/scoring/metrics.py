@@ -15,7 +15,7 @@ from prescore.scoring.sampling import arange, gather_rows
 _STEPS, _STEPS_WIDE = (3, 10), (5, 12)
 _EXACT_ELEMENTS = 2**20
 # a table of points by centres is made in blocks that stay in the cache
-TABLE_ELEMENTS = 2**18
+_TABLE_ELEMENTS = 2**18
 
 
 class Euclidean:
@@ -33,7 +33,7 @@ class Euclidean:
 
     def labels(self, points: Tensor, centres: Tensor) -> Tensor:
         """Nearest centre of each point inside the Lloyd loop, `[P, n]`."""
-        return torch.cat([nearest_columns(table) for table in _tables(points, centres)], dim=1)
+        return torch.cat([nearest_columns(table) for table in distance_tables(points, centres)], dim=1)
 
     def nearest(self, points: Tensor, centres: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
         """Nearest centre and distance of a block of points in the final pass, `[P, n]` each.
@@ -182,7 +182,7 @@ def sum_clusters(values: Tensor, labels: Tensor, weights: Tensor | None, n_clust
 def two_nearest(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers `[P, n]` of the nearest and the second nearest of at least two centres."""
     pairs = []
-    for table in _tables(points, centres):
+    for table in distance_tables(points, centres):
         first = nearest_columns(table)
         table.scatter_(1, first.unsqueeze(1), torch.inf)
         pairs.append((first, nearest_columns(table)))
@@ -190,10 +190,10 @@ def two_nearest(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _tables(points: Tensor, centres: Tensor) -> Iterator[Tensor]:
+def distance_tables(points: Tensor, centres: Tensor) -> Iterator[Tensor]:
     """`|c|^2 - 2 x.c`, which orders centres as the distance does, in blocks `[P, k, m]` of the points."""
     doubled, squares = centres * -2.0, centres.square().sum(dim=2, keepdim=True)
-    step = max(256, TABLE_ELEMENTS // max(1, squares.numel()))
+    step = max(256, _TABLE_ELEMENTS // max(1, squares.numel()))
     for block in torch.split(points, step, dim=1):
         # baddbmm would first write the squares to every entry of the result
         yield torch.bmm(doubled, block.transpose(1, 2)).add_(squares)
