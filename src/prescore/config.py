@@ -163,7 +163,8 @@ class Selected(_Settings):
         min_seq_len: Causal leaves have this many keys and are exact. With an `Lsh`, blocks with fewer queries than
             this are exact over their selected keys. A block of the causal grid counts all its positions, however
             many of them are queries of this call, so that later tokens change nothing.
-        leaf_inclusive: True: blocks with exactly `min_seq_len` queries are exact too (the paper's blockwise flag).
+        leaf_inclusive: True: blocks with at most `min_seq_len` queries are exact over all their keys, before
+            anything is scored (the paper's blockwise flag). So is every decode step.
         coupling: How the selection enters attention, see `Coupling`.
     """
 
@@ -210,7 +211,6 @@ class Selected(_Settings):
         order = self.remainder.rule if isinstance(self.remainder, ClusteringScorer) else "nearest"
         for applies, name, value, idle, rule in (
             (True, "remainder.rule", order, "nearest", "'nearest', as it scores nothing"),
-            (exact, "leaf_inclusive", self.leaf_inclusive, False, "False with inner=Exact()"),
             (exact, "coupling.residual_weight", how.residual_weight, "selected", selected),
             (exact, "coupling.overlap", how.overlap, "exclude", "'exclude' with inner=Exact()"),
             (exact, "coupling.blocks", how.blocks, "selected", selected),
@@ -232,7 +232,10 @@ class Selected(_Settings):
 
     @classmethod
     def paper(cls, scorer: str | Scorer = "kmeans", top_k: int | float | None = 2048, **changes: Any) -> Self:
-        """Algorithms 1 and 2 as printed, with the corrected coupling."""
+        """Algorithms 1 and 2 as printed, with the corrected coupling.
+
+        `min_fraction` (delta) is 0, and `leverage` is exact, where the paper leaves delta open and approximates.
+        """
         printed: Values = {"sinks": 0, "remainder": "none", "inner": Lsh(alignment="rank")}
         return cls(scorer, top_k, **{**printed, **changes})
 

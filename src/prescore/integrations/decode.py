@@ -529,9 +529,9 @@ def _with_exact_inner(config: Selected) -> Selected:
     return config.replace(
         inner=Exact(),
         min_seq_len=max(2, config.min_seq_len),
-        # these need an Lsh inside
-        leaf_inclusive=False,
-        coupling=Coupling(mask=config.coupling.mask),
+        # a step has one query, so with the flag it reads every key
+        leaf_inclusive=config.leaf_inclusive and config.min_seq_len > 0,
+        coupling=Coupling(mask=config.coupling.mask),  # its other fields need an Lsh inside
     )
 
 

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.registry import register_scorer
-from prescore.rng import Streams
+from prescore.rng import Streams, as_normal
 from prescore.scoring.base import KeyShard, Scorer, with_noise
+from prescore.scoring.metrics import sum_clusters
 
 _BLOCK = 2048
 # Squaring K squares its condition number. Above this ratio of eigenvalues, the float64 Gram matrix still gives
 # leverages to 1e-7; below it, K itself is factorised.
 _GRAM_RATIO = 1e-8
-_SKETCH_ROWS_PER_COLUMN = 16
+_COLUMNS_PER_RATIO = 4
 _MIN_COLUMNS = 8
 
 
@@ -32,10 +33,11 @@ _MIN_COLUMNS = 8
 class Leverage(Scorer):
     """Exact leverage, or sketched when `sketch_size` is given; of noisy or l2-normalised keys where asked for.
 
-    The sketch adds the keys, with random signs, into `m = max(sketch_size, 2 D)` rows and factorises those; the
-    scores are then measured in `c = min(D, max(8, m / 16))` random directions. The relative error of a score has
-    a root mean square below `2 sqrt(D / m) + sqrt(2 / c)`, the second term only while `c < D`; with
-    `m >= max(N, 16 D)` the result is exact.
+    The sketch hashes the keys, with random signs, into `m = max(sketch_size, 2 D)` rows and factorises those; the
+    scores are then measured in `c = min(D, max(8, 4 m / D))` random directions, in time `O(N D c + m D^2)`: with
+    `m = O(D log D)` that is `O(N D log D)` for many keys, as in the paper. The relative error of a score has a
+    root mean square below `2 sqrt(D / m) + sqrt(2 / c)`, the second term only while `c < D`; with
+    `m >= max(N, D^2 / 4)` the result is exact.
     """
 
     sketch_size: int | None = None
@@ -58,7 +60,8 @@ class Leverage(Scorer):
         if self.sketch_size is None:
             scores = exact_leverage(rows)
         else:
-            scores = _sketched_leverage(rows, self._sketch(rows, 0, rows.shape[1], streams), streams)
+            shard = KeyShard(keys, 0, keys.shape[2], keys.dtype, streams)
+            scores = _sketched_leverage(rows, self._sketch(rows, shard, valid), shard)
         return scores.reshape(keys.shape[:3])
 
     def stats(self, shard: KeyShard) -> Tensor:
@@ -67,7 +70,7 @@ class Leverage(Scorer):
         if self.sketch_size is None:
             table = torch.linalg.qr(rows.to(torch.float64), mode="r").R
         else:
-            table = self._sketch(rows, shard.begin, shard.n_keys, shard.streams)
+            table = self._sketch(rows, shard)
         stats: Tensor = table.unflatten(0, shard.keys.shape[:2]).flatten(2)
         return stats
 
@@ -80,7 +83,7 @@ class Leverage(Scorer):
             scores = _squared_lengths(rows, _whitening_of(factors, _cutoff(rows))).to(rows.dtype)
         else:
             # added in order of position, so that all ranks get the same bits
-            scores = _sketched_leverage(rows, sum(tables[1:], start=tables[0]), shard.streams)
+            scores = _sketched_leverage(rows, sum(tables[1:], start=tables[0]), shard)
         return scores.reshape(shard.keys.shape[:3])
 
     def _rows(self, keys: Tensor) -> Tensor:
@@ -89,18 +92,19 @@ class Leverage(Scorer):
             keys = torch.nn.functional.normalize(keys, dim=-1, eps=torch.finfo(keys.dtype).tiny)
         return keys.flatten(0, 1)
 
-    def _sketch(self, rows: Tensor, begin: int, n_keys: int, streams: Streams) -> Tensor:
-        """Rows `[P, n, d]` at positions from `begin` on, added with random signs into `[P, m, d]`."""
-        n_problems, n_rows, dim = rows.shape
-        size = max(self.sketch_size or 0, 2 * dim)
-        signs = (streams.uniform("sketch signs", n_keys, like=rows) < 0.5).to(rows.dtype) * 2 - 1
-        before = begin % size
-        n_layers = math.ceil((before + n_rows) / size)
-        after = n_layers * size - before - n_rows
-        signed = rows * signs[begin : begin + n_rows].unsqueeze(1)
-        # row i goes into bucket i mod m: a reshape and a sum, where a hash would need a scatter
-        layers = torch.nn.functional.pad(signed, (0, 0, before, after)).reshape(n_problems, n_layers, size, dim)
-        return layers.sum(dim=1)
+    def _sketch(self, rows: Tensor, shard: KeyShard, valid: Tensor | None = None) -> Tensor:
+        """The rows `[P, n, d]` of a shard, added with random signs into random buckets: `[P, m, d]`."""
+        size = max(self.sketch_size or 0, 2 * rows.shape[2])
+        draws = shard.streams.head_uniform("sketch", shard.n_keys, 2, like=shard.keys)[:, :, shard.positions]
+        signs, buckets = draws[..., 0].lt(0.5).flatten(0, 1) * 2 - 1, (draws[..., 1] * size).long()
+        if valid is None:
+            n_valid = torch.full((len(shard.keys), 1, 1), shard.n_keys, dtype=torch.int64, device=rows.device)
+        else:
+            n_valid = valid.sum(1)[:, None, None]
+        # a sketch with room for every key keeps the keys apart
+        positions = torch.arange(shard.n_keys, dtype=torch.int64, device=rows.device)[shard.positions]
+        buckets = torch.where(n_valid <= size, positions.clamp(max=size - 1), buckets).flatten(0, 1)
+        return sum_clusters(rows * signs.unsqueeze(2).to(rows.dtype), buckets, None, size)
 
 
 @register_scorer("lewis-weights")
@@ -186,14 +190,14 @@ def _squared_lengths(rows: Tensor, whitening: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _sketched_leverage(rows: Tensor, sketch: Tensor, streams: Streams) -> Tensor:
-    """Approximate leverage of `rows [P, n, d]` from their sketch `[P, m, d]`, in time `O(n d c + m d^2)`."""
+def _sketched_leverage(rows: Tensor, sketch: Tensor, shard: KeyShard) -> Tensor:
+    """Approximate leverage of the `rows [P, n, d]` of a shard from the sketch `[P, m, d]` of all keys."""
     size, dim = sketch.shape[1:]
     whitening = _whitening_by_qr(sketch.to(torch.float64), _cutoff(rows))
-    n_columns = min(dim, max(_MIN_COLUMNS, size // _SKETCH_ROWS_PER_COLUMN))
+    n_columns = min(dim, max(_MIN_COLUMNS, _COLUMNS_PER_RATIO * size // dim))
     if n_columns < dim:
-        directions = streams.normal("sketch directions", n_columns, dim, like=whitening).t()
-        whitening = torch.matmul(whitening, directions / math.sqrt(n_columns))
+        uniform = shard.streams.head_uniform("sketch directions", n_columns, dim, like=shard.keys).flatten(0, 1)
+        whitening = torch.matmul(whitening, as_normal(uniform, whitening).mT / math.sqrt(n_columns))
     return torch.bmm(rows, whitening.to(rows.dtype)).square_().sum(dim=2)
 
 

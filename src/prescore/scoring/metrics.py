@@ -16,6 +16,7 @@ _STEPS, _STEPS_WIDE = (3, 10), (5, 12)
 _EXACT_ELEMENTS = 2**20
 # a table of points by centres is made in blocks that stay in the cache
 _TABLE_ELEMENTS = 2**18
+_SUMMED_ROWS = 8192
 
 
 class Euclidean:
@@ -171,8 +172,10 @@ def sum_clusters(values: Tensor, labels: Tensor, weights: Tensor | None, n_clust
     if weights is not None:
         values = values * weights.unsqueeze(2)
     if values.device.type != "cpu":  # atomic additions would round in another order at every call
-        hot = labels.unsqueeze(1) == arange(n_clusters, like=labels).unsqueeze(1)
-        return torch.bmm(hot.to(values.dtype), values)
+        numbers, sums = arange(n_clusters, like=labels).unsqueeze(1), values.new_zeros(len(values), n_clusters, 1)
+        for label, value in zip(labels.split(_SUMMED_ROWS, dim=1), values.split(_SUMMED_ROWS, dim=1), strict=True):
+            sums = sums + torch.bmm((label.unsqueeze(1) == numbers).to(value.dtype), value)
+        return sums
     n_problems, _, dim = values.shape
     rows = labels + arange(n_problems, like=labels).unsqueeze(1) * n_clusters
     sums = values.new_zeros(n_problems * n_clusters, dim)
