@@ -113,7 +113,6 @@ FIELDS = [
     (Selected, {"top_k": 2**70}, ValueError, f"top_k must be a count of at most {MOST}, got {2**70}"),
     (Selected, {"min_fraction": 1.5}, ValueError, r"min_fraction must be at most 1\.0, got 1\.5"),
     (Selected, {"remainder": KMeans(rule="farthest")}, ValueError, "remainder.rule must be .* got 'farthest'"),
-    (Selected, {"leaf_inclusive": True}, ValueError, r"leaf_inclusive must be False with .* got True"),
     (Selected, {"coupling": Coupling("zero")}, ValueError, "remainder must be \"none\" .* got 'centroids'"),
     (Selected, {"coupling": Coupling(blocks="all")}, ValueError, "coupling.blocks must be .* got 'all'"),
     (Selected, {"coupling": Coupling(overlap="count")}, ValueError, "coupling.overlap must be .* got 'count'"),

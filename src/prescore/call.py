@@ -16,10 +16,10 @@ from torch import Tensor
 from prescore.devices import maybe_any, surely_all
 from prescore.ops.operators import Operator
 from prescore.ops.parts import attend_parts, exact_parts
-from prescore.rng import Generator, Streams
+from prescore.rng import Generator as Generator
+from prescore.rng import Streams
 from prescore.scoring.sampling import arange, gather_rows
 from prescore.types import Attended, Selection
-
 
 
 class Options(NamedTuple):

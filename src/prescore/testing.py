@@ -89,7 +89,7 @@ def heads_and_rows_are_independent(scorer: Scorer) -> None:
     keys = _keys(3, 2, 200, 8)
     batched = _score(keys, scorer).scores
     for row, head in ((0, 0), (2, 1)):
-        alone = _score(keys[row : row + 1, head : head + 1], scorer, streams=Streams(7, first_head=head)).scores
+        alone = _score(keys[row : row + 1, head : head + 1], scorer, head=head).scores
         _require_equal(alone[0, 0], batched[row, head], f"row {row}, head {head} alone and in a batch")
 
 
@@ -162,11 +162,9 @@ def _first(length: int, *counts: int) -> Tensor:
     return position < torch.tensor(counts, dtype=torch.int64, device="cpu")[:, None]
 
 
-def _score(
-    keys: Tensor, scorer: Scorer, valid: Tensor | None = None, what: str = "", streams: Streams = Streams(7)
-) -> Scored:
+def _score(keys: Tensor, scorer: Scorer, valid: Tensor | None = None, what: str = "", head: int = 0) -> Scored:
     try:
-        return score_keys(keys, scorer, valid=valid, streams=streams)
+        return score_keys(keys, scorer, valid=valid, streams=Streams(7, first_head=head))
     except (ValueError, TypeError) as error:
         raise AssertionError(f"{what}{error}") from error
 

@@ -68,11 +68,55 @@ def test_a_sequence_alone_and_padded_in_a_batch(name):
 def test_a_head_alone_and_beside_another(name, is_causal):
     tensors = attention_tensors(batch=4, heads=4, kv_heads=2, n_keys=35, seed=9)
     both, _ = attend(tensors, CONFIGS[name], is_causal=is_causal)
-    for head in range(2):
-        heads = slice(2 * head, 2 * head + 2)
-        own = [tensors[0][:, heads], *(t[:, head : head + 1] for t in tensors[1:])]
-        alone, _ = attend(own, CONFIGS[name], is_causal=is_causal)
-        assert_equal(alone, prescore.Attended(both.output[:, heads], both.lse[:, heads]), f", KV head {head}")
+    alone, _ = attend([tensors[0][:, :2], *(t[:, :1] for t in tensors[1:])], CONFIGS[name], is_causal=is_causal)
+    assert_equal(alone, prescore.Attended(both.output[:, :2], both.lse[:, :2]), ", KV head 0")
+    # a head draws by its number, so the second one stays second
+    query, key, value = tensors
+    others = (
+        torch.cat((query[:, :2].flip(2), query[:, 2:]), dim=1),
+        *(torch.cat((table[:, :1] * 2 + 1, table[:, 1:]), dim=1) for table in (key, value)),
+    )
+    beside, _ = attend(others, CONFIGS[name], is_causal=is_causal)
+    second = [prescore.Attended(result.output[:, 2:], result.lse[:, 2:]) for result in (beside, both)]
+    assert_equal(*second, ", KV head 1")
+
+
+RANDOM = {
+    "uniform": Selected("uniform", 5, min_seq_len=4, sinks=0),
+    "sample": Selected("key-norm", 5, min_seq_len=4, selector="sample", sinks=0),
+    "residual": Hyper(Lsh(0, 5), min_seq_len=4),
+    "blocks and residual": Selected.paper(KMeans(n_clusters=3), 8, min_seq_len=4, inner=HASH),
+    "noise": Selected(KMeans(n_clusters=3, noise=0.5), 5, min_seq_len=4),
+    "sketch": Selected(prescore.Leverage(sketch_size=8), 5, min_seq_len=4),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", RANDOM)
+def test_one_seed_for_each_sequence_gives_each_what_it_has_alone(name, is_causal):
+    one = attention_tensors(batch=1, heads=2, kv_heads=2, n_keys=40, seed=9)
+    tensors = [table.expand(3, -1, -1, -1) for table in one]
+    config, options = RANDOM[name], {"is_causal": is_causal}
+    both, _ = attend(tensors, config, generator=[3, 8, 3], **options)
+    for row, seed in enumerate((3, 8, 3)):
+        alone, _ = attend(one, config, generator=seed, **options)
+        assert_equal(alone, prescore.Attended(both.output[row : row + 1], both.lse[row : row + 1]), f", row {row}")
+    assert not torch.allclose(both.output[0], both.output[1])
+    shared, _ = attend(tensors, config, generator=3, **options)
+    assert_equal(shared, prescore.Attended(both.output[[0, 0, 0]], both.lse[[0, 0, 0]]))
+
+
+@pytest.mark.parametrize("name", ["uniform", "sample", "residual"])
+def test_heads_and_block_pairs_have_draws_of_their_own(name):
+    block = attention_tensors(batch=1, heads=1, kv_heads=1, n_keys=8, seed=9)
+    # every head holds the same, and so does every leaf: only the draws differ
+    query, key, value = (table.repeat(1, 3, 5, 1) for table in block)
+    found, aux = attend((query, key, value), RANDOM[name].replace(min_seq_len=8), is_causal=True)
+    pairs = found.output[0].unflatten(1, (5, 8))[:, 1::2]  # blocks 1 and 3 of the first level
+    if name == "residual":  # block 3 reads more: compare what is read of its own pair
+        pairs = pairs[:, :1]
+    flat = pairs.flatten(0, 1)
+    assert all(not torch.allclose(flat[i], flat[j]) for i in range(len(flat)) for j in range(i))
 
 
 @pytest.mark.parametrize("name", STRICT)

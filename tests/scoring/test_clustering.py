@@ -7,13 +7,19 @@ import torch
 from sklearn.cluster import KMeans
 
 from prescore.rng import Streams
-from prescore.scoring import metrics
+from prescore.scoring import lloyd
 from prescore.scoring.lloyd import assign, fit
-from prescore.scoring.metrics import EUCLIDEAN, MEDIAN, SPHERICAL, best_members, metric_for, zero_of_gradient
-from prescore.scoring.sampling import Scratch, draw_sample, gather_rows, sample_positions
+from prescore.scoring.metrics import EUCLIDEAN, MEDIAN, metric_for, nearest_columns, sum_clusters, zero_of_gradient
+from prescore.scoring.sampling import draw_sample, gather_rows, sample_positions
 
 EXPONENTS = (2.0, 1.0, 1.5, 3.0, 0.5)
 every_metric = pytest.mark.parametrize("metric", [metric_for(p) for p in EXPONENTS], ids=lambda m: f"p={m.p}")
+
+
+def draws(seed, n_problems, first=0):
+    """Uniforms of the problems of a fit: problem i draws what KV head `first + i` would."""
+    streams, like = Streams(seed, first_head=first), torch.empty(1, n_problems)
+    return lambda name, *size: streams.head_uniform(name, *size, like=like)[0]
 
 
 def normal(*size, seed=1):
@@ -31,7 +37,7 @@ def blobs(n_problems=2, size=30, seed=0):
 @every_metric
 def test_finds_separated_blobs(metric):
     points, truth, centres = blobs()
-    result = fit(points, n_clusters=4, metric=metric, streams=Streams(3), max_iter=20)
+    result = fit(points, n_clusters=4, metric=metric, draw=draws(3, 2), max_iter=20)
     for problem in range(2):
         pairs = set(zip(truth[problem].tolist(), result.labels[problem].tolist(), strict=True))
         assert len(pairs) == 4  # one cluster per blob and one blob per cluster
@@ -45,7 +51,7 @@ def test_finds_separated_blobs(metric):
 def test_labels_distances_and_centres_agree(metric, max_iter, seeding):
     points = normal(3, 50, 4)
     options = {"n_clusters": 6, "metric": metric, "max_iter": max_iter, "seeding": seeding}
-    result = fit(points, streams=Streams(0), **options)
+    result = fit(points, draw=draws(0, 3), **options)
     gaps = (points[:, :, None] - result.centres[:, None]).abs().pow(metric.p).sum(-1).pow(1 / metric.p)
     torch.testing.assert_close(result.distances, gaps.amin(-1))
     torch.testing.assert_close(result.labels, gaps.argmin(-1))
@@ -53,7 +59,7 @@ def test_labels_distances_and_centres_agree(metric, max_iter, seeding):
 
 @every_metric
 def test_with_few_points_each_is_its_own_centre(metric):
-    few = fit(torch.randn(2, 3, 3), n_clusters=7, metric=metric, streams=Streams(0))
+    few = fit(torch.randn(2, 3, 3), n_clusters=7, metric=metric, draw=draws(0, 2))
     assert few.centres.shape == (2, 7, 3)
     assert (few.distances == 0).all()
 
@@ -62,29 +68,30 @@ def test_empty_clusters_take_the_farthest_points():
     # random seeding lands twice on the heap of equal points and leaves a cluster empty at first
     points = torch.cat([torch.zeros(98, 2), torch.tensor([[10.0, 0.0], [0.0, 20.0]])])[None].double()
     for seed in range(5):
-        result = fit(points, n_clusters=3, metric=EUCLIDEAN, streams=Streams(seed), seeding="random")
+        result = fit(points, n_clusters=3, metric=EUCLIDEAN, draw=draws(seed, 1), seeding="random")
         assert float(result.distances.square().sum()) <= 1e-12  # exact: three different points
 
 
 def test_a_converged_problem_is_frozen():
     easy, hard = blobs(1, seed=1)[0], normal(1, 120, 3, seed=3)
-    options = {"n_clusters": 4, "metric": EUCLIDEAN, "streams": Streams(0), "max_iter": 50, "tol": 0.05}
-    both = fit(torch.cat([easy, hard]), **options)
-    torch.testing.assert_close(both.centres[:1], fit(easy, **options).centres)
-    torch.testing.assert_close(both.centres[1:], fit(hard, **options).centres)
+    options = {"n_clusters": 4, "metric": EUCLIDEAN, "max_iter": 50, "tol": 0.05}
+    both = fit(torch.cat([easy, hard]), draw=draws(0, 2), **options)
+    for number, points in enumerate((easy, hard)):
+        alone = fit(points, draw=draws(0, 1, first=number), **options).centres
+        torch.testing.assert_close(both.centres[number : number + 1], alone)
 
 
 def test_one_point_from_each_slice():
     points = torch.arange(100.0)[None, :, None]
-    sample = draw_sample(points, None, 10, Streams(1), "test")
+    sample = draw_sample(points, None, 10)
     assert (sample.weights, sample.is_partial.tolist()) == (None, [True])
     assert (sample.points[0, :, 0] // 10).tolist() == list(range(10))
     assert len(set((sample.points[0, :, 0] % 10).tolist())) > 1
-    assert sample.points[0, :, 0].tolist() == sample_positions(100, 10, Streams(1), "test").tolist()
+    assert sample.points[0, :, 0].tolist() == sample_positions(100, 10).tolist()
     for size in (None, 100, 200):
-        assert draw_sample(points, None, size, Streams(1), "test").points is points
-        assert sample_positions(100, size, Streams(1), "test").tolist() == list(range(100))
-    assert sample_positions(100, 0, Streams(1), "test").tolist() == []
+        assert draw_sample(points, None, size).points is points
+        assert sample_positions(100, size).tolist() == list(range(100))
+    assert sample_positions(100, 0).tolist() == []
 
 
 # Centres of clusters in l_p, and the nearest centres of points.
@@ -96,8 +103,10 @@ def clusters(dtype=torch.float64):
         2, 41, 3, generator=generator, dtype=dtype
     ).exp()  # skewed: mean, median and others differ
     labels = torch.randint(3, (2, 41), generator=generator)
-    membership = (labels[:, None] == torch.arange(3)[:, None]).to(dtype)
-    return points, labels, membership, membership.sum(-1)
+    weights = torch.ones(2, 41, dtype=dtype)
+    weights[:, ::5] = 0  # filler
+    membership = (labels[:, None] == torch.arange(3)[:, None]).to(dtype) * weights[:, None]
+    return points, labels, weights, membership
 
 
 def cost(points, centres, membership, p):
@@ -108,9 +117,9 @@ def cost(points, centres, membership, p):
 @pytest.mark.parametrize("p", [1.0, 1.2, 1.5, 2.0, 3.0, 6.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_centres_against_a_dense_search(p, dtype):
-    points, labels, membership, sizes = clusters(dtype)
+    points, labels, weights, membership = clusters(dtype)
     steps = 50 if dtype == torch.float64 else 20  # until the dtype has no more digits
-    centres = zero_of_gradient(points, labels, membership, sizes, p, steps=steps).double()
+    centres = zero_of_gradient(points, labels, weights, membership.sum(-1), p, steps=steps).double()
     points, membership = points.double(), membership.double()
     low, high = points.amin(1)[:, None], points.amax(1)[:, None]
     tried = low + torch.linspace(0, 1, 1001, dtype=torch.float64)[:, None] * (high - low)
@@ -120,14 +129,17 @@ def test_centres_against_a_dense_search(p, dtype):
     assert (cost(points, centres, membership, p) <= torch.stack(best, dim=1) * slack).all()
 
 
-def test_below_one_a_member_beats_the_mean():
-    points, labels, membership, sizes = clusters()
-    means, centres = membership @ points / sizes[..., None], best_members(points, labels, membership, sizes, 0.5)
-    assert (cost(points, centres, membership, 0.5).sum(-1) < cost(points, means, membership, 0.5).sum(-1)).all()
+@pytest.mark.parametrize("p", [0.5, 0.8])
+def test_below_one_the_median_is_nearly_the_best_member(p):
+    points, labels, weights, membership = clusters()
+    centres = metric_for(p).update(points, labels, weights, membership.sum(-1), final=True)
+    reached = cost(points, centres, membership, p).sum(-1)
     for problem in range(2):
         for cluster in range(3):
-            members = points[problem, labels[problem] == cluster]
-            assert (members == centres[problem, cluster]).all(-1).any()
+            member = membership[problem, cluster] > 0
+            some = points[problem, member][None]
+            best = cost(some, some, torch.ones(1, *[int(member.sum())] * 2, dtype=points.dtype), p).amin(1).sum()
+            assert reached[problem, cluster] <= 1.05 * best  # the best value of every coordinate
 
 
 def points_and_centres(n_centres, *, dtype=torch.float64, scale=1.0):
@@ -139,44 +151,58 @@ def points_and_centres(n_centres, *, dtype=torch.float64, scale=1.0):
 @pytest.mark.parametrize("n_centres", [2, 3, 9, 64, 65])
 @pytest.mark.parametrize("p", [1.0, 1.5, 3.0])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
-def test_a_shortlist_of_two_is_compared_in_the_metric(p, n_centres, scale, monkeypatch):
+def test_a_shortlist_of_two_is_compared_in_the_metric(p, n_centres, scale):
     points, centres = points_and_centres(n_centres, scale=scale)
     costs = (points[:, :, None] - centres[:, None]).abs().pow(p).sum(-1)
     near = torch.cdist(points, centres).topk(2, dim=2, largest=False).indices
     best = costs.gather(2, near).min(dim=2)
-    for limit in (metrics.MAX_PACKED_CENTRES, 1):  # with packed bits, and by sorting
-        monkeypatch.setattr(metrics, "MAX_PACKED_CENTRES", limit)
-        labels, distances = assign(points, centres, metric_for(p), exact=torch.tensor([False, False]))
-        assert torch.equal(
-            labels, near.gather(2, best.indices[..., None])[..., 0]
-        )  # float64 leaves 45 bits: no ties
-        torch.testing.assert_close(distances, best.values.pow(1 / p))
+    labels, distances = assign(points, centres, metric_for(p), exact=torch.tensor([False, False]))
+    assert torch.equal(labels, near.gather(2, best.indices[..., None])[..., 0])
+    torch.testing.assert_close(distances, best.values.pow(1 / p))
 
 
-def test_in_float32_only_near_ties_are_swapped():
-    points, centres = points_and_centres(65, dtype=torch.float32)
-    first, _ = metrics.two_nearest(points, centres, Scratch())
-    squares = torch.cdist(points.double(), centres.double()).square()
-    nearest = squares.gather(2, first.long()[..., None])[..., 0]
-    assert (nearest <= squares.amin(2) * (1 + 2**-15)).all()  # 16 bits of the square are compared
+def test_nearest_columns_takes_the_first_of_equals():
+    table = torch.tensor([[3.0, 1.0, 2.0, 0.0], [1.0, 1.0, 5.0, 0.0], [1.0, 0.0, 5.0, 0.0]])
+    assert nearest_columns(table[None]).tolist() == [[1, 2, 0, 0]]
+    assert nearest_columns(table[None, :, :3]).tolist() == [[1, 2, 0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_on_the_sphere_it_is_the_euclidean_metric_to_four_digits(dtype):
-    points, centres = points_and_centres(65, dtype=dtype)
-    points = torch.nn.functional.normalize(points, dim=-1)
-    centres = 0.5 * torch.nn.functional.normalize(centres, dim=-1)
-    labels, distances = assign(points, centres, SPHERICAL)
-    _, wanted = assign(points, centres, EUCLIDEAN)
-    torch.testing.assert_close(distances, wanted, rtol=2**-15, atol=1e-6)
-    own = torch.cdist(points, centres).gather(2, labels[..., None])[..., 0]
-    torch.testing.assert_close(own, wanted, rtol=2**-15, atol=1e-6)
+@pytest.mark.parametrize("weights", [None, torch.arange(4.0)[None]])
+def test_sum_clusters_by_definition(weights):
+    values, labels = torch.tensor([[[1.0], [2.0], [4.0], [8.0]]]), torch.tensor([[2, 0, 2, 0]])
+    wanted = [10.0, 0.0, 5.0] if weights is None else [26.0, 0.0, 8.0]
+    assert sum_clusters(values, labels, weights, 3).flatten().tolist() == wanted
+
+
+# Seeds come from all points.
+
+
+def test_a_single_far_point_among_many_is_a_seed():
+    points = normal(2, 5000, 4) * 0.01
+    far = torch.tensor([[4321, 17], [5, 4999]])
+    for problem in range(2):
+        points[problem, far[problem]] += torch.tensor([[3.0, 0, 0, 0], [0, 3.0, 0, 0]], dtype=torch.float64)
+    for seed in range(5):
+        centres = fit(points, n_clusters=3, metric=EUCLIDEAN, draw=draws(seed, 2), max_iter=0).centres
+        assert (torch.cdist(points.gather(1, far[..., None].expand(-1, -1, 4)), centres).amin(2) == 0).all()
+
+
+def test_candidates_stand_for_all_points():
+    points, weights = normal(2, 1000, 3), torch.ones(2, 1000, dtype=torch.float64)
+    weights[1, 200:] = 0
+    positions, counts = lloyd._candidates(points, weights, 64, 2.0, draws(0, 2))
+    assert positions.shape == (2, 257)
+    assert counts.sum(1).tolist() == [1000, 200]
+    assert positions[1, :200].tolist() == list(range(200))  # a short problem has all of its points
+    nearest = torch.cdist(points[:1], points[0, positions[0]][None]).argmin(2)[0]
+    wanted = torch.bincount(nearest, minlength=257).double()
+    assert torch.equal(counts[0], wanted)
 
 
 def test_converged_early_iterations_still_end_in_the_metrics_own_centres():
     # one skewed cluster: the means converge at once, and the median is elsewhere
     points = normal(1, 101, 2, seed=0).exp()
-    centres = fit(points, n_clusters=1, metric=MEDIAN, streams=Streams(0)).centres[0, 0]
+    centres = fit(points, n_clusters=1, metric=MEDIAN, draw=draws(0, 1)).centres[0, 0]
     # ten halvings of a standard deviation
     assert ((centres - points[0].median(dim=0).values).abs() < points[0].std(dim=0) * 2**-9).all()
     assert ((centres - points[0].mean(dim=0)).abs() > 0.1).all()
@@ -200,8 +226,8 @@ def test_inertia_is_scikit_learns():
     best = reference.fit(points.numpy()).inertia_
     for fit_size, allowed in ((None, 1.02), (2048, 1.05)):
         found = math.inf
-        for streams in map(Streams, range(3)):
-            sample = draw_sample(points[None], None, fit_size, streams, "fit sample")
-            fitted = fit(points[None], sample, streams=streams, n_clusters=33, metric=EUCLIDEAN)
+        for seed in range(3):
+            sample = draw_sample(points[None], None, fit_size)
+            fitted = fit(points[None], sample, draw=draws(seed, 1), n_clusters=33, metric=EUCLIDEAN)
             found = min(found, float(fitted.distances.double().square().sum()))
         assert found <= allowed * best, f"fit_size={fit_size}: {found / best:.3f}"

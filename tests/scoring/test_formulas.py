@@ -30,9 +30,10 @@ def test_key_norm_is_the_length_and_key_diff_minus_the_cosine_to_the_mean_of_nor
     assert (prescore.score(torch.zeros(1, 1, 3, 2), "key-diff") == 0).all()
 
 
-def test_uniform_depends_on_position_and_seed_only():
+def test_uniform_depends_on_position_head_and_seed_only():
     scores = prescore.score(KEYS, "uniform", generator=0)
-    assert (scores == scores[:1, :1]).all()
+    assert (scores == scores[:1]).all()
+    assert len(scores[0].unique()) == scores[0].numel()
     assert ((scores >= 0) & (scores < 1)).all()
     assert not torch.equal(scores, prescore.score(KEYS, "uniform", generator=1))
 
@@ -93,7 +94,7 @@ def test_leverage_of_few_zero_and_many_keys():
 def test_identity_7_sketched_error_is_as_stated_and_falls(sketch_size):
     keys = normal(1, 4, 16384, 32, dtype=torch.float32)
     relative = prescore.score(keys, Leverage(sketch_size=sketch_size)) / prescore.score(keys, "leverage") - 1
-    columns = min(32, max(8, sketch_size // 16))
+    columns = min(32, max(8, 4 * sketch_size // 32))
     stated = 2 * (32 / sketch_size) ** 0.5 + (2 / columns) ** 0.5 * (columns < 32)
     assert relative.square().mean().sqrt() < stated
 
@@ -111,7 +112,7 @@ def test_distances_are_those_of_the_exact_kernel():
     keys = normal(1, 2, 300, 4)
     scorer = GaussianKMeans(n_clusters=5, rule="farthest", normalize=False, n_features=8192, max_iter=50)
     scored = scorer.score(keys, valid=None, streams=Streams(0))
-    widths = bandwidths(draw_sample(keys[0], None, 128, Streams(0), "bandwidth sample"))
+    widths = bandwidths(draw_sample(keys[0], None, 128))
     for head in range(2):
         exact = kernel_distances(keys[0, head], scored.labels[0, head], widths[head])
         # 4096 frequencies: kernel errors of about 1/64, less after averaging over a cluster
@@ -123,9 +124,9 @@ def test_bandwidth_is_the_median_distance_of_valid_points():
     points, present = normal(1, 60, 4), (torch.arange(60) < 20)[None]
     distances = torch.cdist(points[0, :20], points[0, :20])[~torch.eye(20, dtype=torch.bool)]
     poisoned = points.masked_fill(~present[..., None], 1e5)
-    sample = draw_sample(poisoned, present.double(), 128, Streams(0), "test")
+    sample = draw_sample(poisoned, present.double(), 128)
     torch.testing.assert_close(bandwidths(sample)[0], distances.median())
-    assert bandwidths(draw_sample(torch.zeros(1, 9, 2), None, 128, Streams(0), "test")).tolist() == [1.0]
+    assert bandwidths(draw_sample(torch.zeros(1, 9, 2), None, 128)).tolist() == [1.0]
 
 
 # Rules: two clusters, {0, 2, 4} at distances 1, 3, 4 and {1, 3} at 2, 0; point 5 is padding.
@@ -155,11 +156,11 @@ def test_rules_on_a_toy_solved_by_hand(rule, expected):
 @pytest.mark.parametrize(
     "scorer", [KMeans(n_clusters=1, rule="farthest", normalize=False, noise=0.5), Leverage(noise=0.5)]
 )
-def test_noise_moves_scores_alike_in_all_heads(scorer):
+def test_noise_moves_scores_in_every_head(scorer):
     keys, mask = torch.zeros(2, 3, 50, 8, dtype=torch.float64), (torch.arange(50) < 20).expand(2, -1)
     scores = prescore.score(keys, scorer)
-    assert (scores == scores[:1, :1]).all()
-    assert scores.std() > 0
+    assert (scores == scores[:1]).all()  # the sequences of a batch share their draws
+    assert len(scores[0].unique()) == scores[0].numel()
     if isinstance(scorer, KMeans):  # the mean length of a normal vector in 8 dimensions is about sqrt(7.5)
         assert scores.mean() == pytest.approx(0.5 * 7.5**0.5, rel=0.1)
     padded = prescore.score(keys, scorer, key_padding_mask=mask)

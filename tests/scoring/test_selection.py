@@ -92,10 +92,15 @@ def test_sampling_shifts_negative_scores_and_skips_padding():
     assert firsts.count(1) > firsts.count(2)
 
 
-def test_sampling_uses_the_same_draws_for_rows_heads_and_paddings():
+def test_sampling_draws_for_every_head_and_the_same_for_rows_and_paddings():
     scores = torch.rand(1, 1, 20).expand(2, 3, 20)
     raced = race_scores(scores, valid=None, streams=Streams(0))
-    assert (raced == raced[:1, :1]).all()
+    assert (raced == raced[:1]).all()
+    assert len({tuple(head.tolist()) for head in raced[0]}) == 3
+    assert torch.equal(race_scores(scores[:, 1:], valid=None, streams=Streams(0, first_head=1)), raced[:, 1:])
+    of_rows = race_scores(scores, valid=None, streams=Streams(9, rows=(0, 5)))
+    assert torch.equal(of_rows[0], raced[0])
+    assert torch.equal(of_rows[1:], race_scores(scores[1:], valid=None, streams=Streams(5)))
     longer = torch.cat([scores, torch.ones(2, 3, 9)], dim=2)
     padded = race_scores(longer, valid=(torch.arange(29) < 20).expand(2, -1), streams=Streams(0))
     assert torch.equal(padded[..., :20], raced)

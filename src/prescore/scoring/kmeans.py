@@ -221,7 +221,8 @@ def problem_draws(keys: Tensor, streams: Streams) -> Draw:
 
 def unit_rows(points: Tensor) -> Tensor:
     """Rows of `[P, n, d]` at unit length; a zero row stays zero."""
-    return points / torch.linalg.vector_norm(points, dim=2, keepdim=True).clamp_(min=torch.finfo(points.dtype).tiny)
+    lengths: Tensor = torch.linalg.vector_norm(points, dim=2, keepdim=True)
+    return points / lengths.clamp_(min=torch.finfo(points.dtype).tiny)
 
 
 def flat_mask(keys: Tensor, valid: Tensor | None) -> Tensor | None:

@@ -17,7 +17,7 @@ _ASSIGN_ROWS = 8192
 # dropping converged problems costs a copy of the others, which pays once this share or less is still moving
 _CROWDED = 0.7
 # k-means||: rounds after the first candidate, and candidates of a round where clusters are few
-_ROUNDS, _LEAST_PER_ROUND = 5, 64
+_ROUNDS, _LEAST_PER_ROUND = 4, 64
 # scikit-learn takes 2 + log(k); with all pairs known more trials cost little, and fewer blobs are missed
 _TRIALS = 16
 
@@ -234,7 +234,9 @@ def _candidates(
     counts = sum_clusters(weights.unsqueeze(2), labels, None, most).squeeze(2)
     is_short = n_valid <= most
     own_weights = weights[:, :most].masked_fill(arange(most, like=points) >= n_valid, 0.0)
-    return torch.where(is_short, all_points, torch.cat(positions, dim=1)), torch.where(is_short, own_weights, counts)
+    return torch.where(is_short, all_points, torch.cat(positions, dim=1)), torch.where(
+        is_short, own_weights, counts
+    )
 
 
 def _nearest_candidates(

@@ -190,7 +190,9 @@ class Plan:
             return
         pair = self._block_pair(candidates, chosen.selection, centroids)
         if isinstance(config.inner, Lsh):
-            pair = replace(pair, draws=streams.head_uniform("residual", config.inner.sample_size, like=pair.key_rows))
+            pair = replace(
+                pair, draws=streams.head_uniform("residual", config.inner.sample_size, like=pair.key_rows)
+            )
         if none_selected or isinstance(config.inner, Exact):
             self.parts.append(exact_part(pair, dtype))
             return

@@ -11,7 +11,7 @@ from oracles.dense import Weights
 from torch import Tensor
 
 from prescore.config import Exact, Hyper, Selected
-from prescore.rng import as_streams
+from prescore.rng import Streams, as_streams
 from prescore.scoring.base import Scorer
 from prescore.scoring.kmeans import KMeans
 from prescore.scoring.select import membership, score_keys, select_keys
@@ -22,7 +22,7 @@ def naive_weights(query, key, config, *, is_causal=False, key_padding_mask=None,
     if isinstance(config, Hyper):  # every key is selected
         shared = {name: getattr(config, name) for name in ("sinks", "min_seq_len", "leaf_inclusive")}
         config = Selected(top_k=1.0, remainder="none", inner=config.lsh, **shared)
-    streams = as_streams(generator)
+    streams = as_streams(generator, batch=key.shape[0])
     batch, kv_heads, n_keys = key.shape[:3]
     queries = query.unflatten(1, (kv_heads, -1)).detach()
     valid = torch.ones(batch, n_keys, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
@@ -31,7 +31,8 @@ def naive_weights(query, key, config, *, is_causal=False, key_padding_mask=None,
     for row in range(batch):
         for head in range(kv_heads):
             members = None if given is None else given[row, head]
-            one = HeadWeights(queries[row, head], key[row, head].detach(), valid[row], config, streams, members)
+            draws = Streams(streams.rows[row] if streams.rows else streams.seed, first_head=head)
+            one = HeadWeights(queries[row, head], key[row, head].detach(), valid[row], config, draws, members)
             one.fill(is_causal)
             tables.append(one)
     most = max((len(one.means) for one in tables), default=0)
@@ -86,7 +87,7 @@ class HeadWeights:
                 queries = [i for i, p in position.items() if p >= 0 and p // width == odd]
                 begin = (odd - 1) * width + self.first
                 if queries:
-                    self.block_pair(f"level{level}", range(begin, begin + width), queries, few)
+                    self.block_pair(f"level {level}, block {odd}", range(begin, begin + width), queries, few)
             level, width = level + 1, width * 2
 
     def block_pair(self, name, candidates, queries, few):
@@ -101,7 +102,9 @@ class HeadWeights:
         protect = torch.tensor([int(i) in self.sinks or int(i) in recent for i in index]) & real
         keys = self.key[index][None, None]
         mask = None if bool(real.all()) else real[None]
-        if self.given is None:
+        if few and self.config.leaf_inclusive:
+            member, everything = real, True
+        elif self.given is None:
             chosen = select_keys(keys, config, valid=mask, streams=streams, protect=protect[None])
             member, everything = membership(chosen.selection, len(index))[0, 0], chosen.everything
         else:
@@ -139,13 +142,13 @@ class HeadWeights:
 
     def hyper(self, lsh, queries, pool, size, streams):
         """Each query over its LSH block and over the samples outside it, by definition."""
-        directions = self.streams.normal("lsh", self.key.shape[1], lsh.n_projections, like=self.key)
+        directions = self.streams.row_normal("lsh", self.key.shape[1], lsh.n_projections, like=self.key)[0]
         bucket = [gray_position(column.vector @ directions >= 0) for column in pool]
         order = sorted(range(len(pool)), key=lambda j: bucket[j])  # stable
         block_size = lsh.block_size
         n_blocks = -(-len(pool) // block_size) if block_size else 1
         block_of = {j: place // block_size if block_size else -1 for place, j in enumerate(order)}
-        uniform = streams.uniform("residual", lsh.sample_size, like=self.key).tolist()
+        uniform = streams.head_uniform("residual", lsh.sample_size, like=self.key[None, None])[0, 0].tolist()
         readable = [j for j, column in enumerate(pool) if column.read]
         samples = [readable[min(int(u * len(readable)), len(readable) - 1)] for u in uniform]
         for head in range(self.query.shape[0]):
