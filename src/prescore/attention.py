@@ -109,7 +109,7 @@ def prescored_attention(
         key_padding_mask: `[B, Nk]`, True = a real key. Queries of padded keys see the real keys before them; in
             causal mode a padding query that holds NaN or infinity is read as zeros.
         scale: Factor of the logits, any finite number; `D ** -0.5` by default.
-        generator: Seed, generator or None; or one seed for each sequence. Without those the sequences share the draws.
+        generator: Seed, generator or None; or one seed for each sequence, which otherwise share their draws.
         selection: With a `Selected`: use this selection instead of making one. Without a configuration: as
             `Selected(remainder="none")` would, exactly over these keys (in causal mode in addition to its exact
             leaves).
@@ -384,7 +384,7 @@ def score(
         key: `[B, Hkv, N, D]`.
         scorer: A name of `list_scorers()`, or a scorer object.
         key_padding_mask: `[B, N]`, True = a real key.
-        generator: Seed, generator or None; or one seed for each sequence. Without those the sequences share the draws.
+        generator: Seed, generator or None; or one seed for each sequence, which otherwise share their draws.
 
     Returns:
         `[B, Hkv, N]` in at least float32; higher = kept, padded keys -inf, sinks not raised.

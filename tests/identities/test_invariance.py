@@ -111,7 +111,7 @@ def test_heads_and_block_pairs_have_draws_of_their_own(name):
     block = attention_tensors(batch=1, heads=1, kv_heads=1, n_keys=8, seed=9)
     # every head holds the same, and so does every leaf: only the draws differ
     query, key, value = (table.repeat(1, 3, 5, 1) for table in block)
-    found, aux = attend((query, key, value), RANDOM[name].replace(min_seq_len=8), is_causal=True)
+    found, _ = attend((query, key, value), RANDOM[name].replace(min_seq_len=8), is_causal=True)
     pairs = found.output[0].unflatten(1, (5, 8))[:, 1::2]  # blocks 1 and 3 of the first level
     if name == "residual":  # block 3 reads more: compare what is read of its own pair
         pairs = pairs[:, :1]

@@ -1,4 +1,4 @@
-"""`Selected.paper` beside the published code's formulas: the same error at the same inputs, within the spread of seeds."""
+"""`Selected.paper` beside the published formulas: the same error, within the spread of seeds."""
 
 import pytest
 import torch

@@ -197,9 +197,9 @@ def _random(points: Tensor, weights: Tensor | None, n_clusters: int, power: floa
 def _plus_plus(points: Tensor, weights: Tensor | None, n_clusters: int, power: float, draw: Draw) -> Tensor:
     """k-means++ over all points, by k-means||: draw a few candidates per cluster, then choose greedily among them.
 
-    Bahmani et al., *Scalable k-means++*, 2012. A round draws as many candidates as there are clusters in proportion
-    to the cost `|x - nearest candidate|^power` of all points, so a group of points is found however small it is.
-    Greedy k-means++ then chooses among the candidates, each weighted with the points that are nearest to it.
+    Bahmani et al., *Scalable k-means++*, 2012. A round draws as many candidates as there are clusters, in
+    proportion to the cost `|x - nearest candidate|^power` of all points, so a group of points is found however
+    small it is. Greedy k-means++ then chooses among the candidates, each weighted with the points nearest to it.
     """
     candidates, weights = _candidates(points, weights, max(n_clusters, _LEAST_PER_ROUND), power, draw)
     return candidates.gather(1, _greedy(gather_rows(points, candidates), weights, n_clusters, power, draw))

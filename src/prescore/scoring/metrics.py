@@ -203,11 +203,11 @@ def distance_tables(points: Tensor, centres: Tensor) -> Iterator[Tensor]:
 
 
 def nearest_columns(table: Tensor) -> Tensor:
-    """`[P, m]`: which of the k entries of each column of `table [P, k, m]` is the smallest; the first of equals."""
+    """`[P, m]`: which entry of each column of `table [P, k, m]` is the smallest; the first of equals."""
     if table.device.type != "cpu":
         return table.argmin(dim=1)
-    # a reduction that returns positions runs one number at a time, one that returns values is vectorised, and so is
-    # a comparison that writes floats
+    # a reduction that returns positions runs one number at a time; one that returns values is vectorised, and so
+    # is a comparison that writes floats
     hits = torch.eq(table, table.amin(dim=1, keepdim=True), out=torch.empty_like(table))
     numbers = torch.arange(table.shape[1], dtype=table.dtype, device=table.device)
     label, count = torch.matmul(torch.stack((numbers, torch.ones_like(numbers))), hits).unbind(1)

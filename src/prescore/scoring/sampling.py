@@ -9,7 +9,6 @@ from torch import Tensor
 
 from prescore.devices import largest, maybe_any, surely_all
 
-
 _GOLDEN = (5**0.5 - 1) / 2
 
 
