@@ -106,17 +106,21 @@ def test_one_seed_for_each_sequence_gives_each_what_it_has_alone(name, is_causal
     assert_equal(shared, prescore.Attended(both.output[[0, 0, 0]], both.lse[[0, 0, 0]]))
 
 
-@pytest.mark.parametrize("name", ["uniform", "sample", "residual"])
-def test_heads_and_block_pairs_have_draws_of_their_own(name):
-    block = attention_tensors(batch=1, heads=1, kv_heads=1, n_keys=8, seed=9)
-    # every head holds the same, and so does every leaf: only the draws differ
-    query, key, value = (table.repeat(1, 3, 5, 1) for table in block)
-    found, _ = attend((query, key, value), RANDOM[name].replace(min_seq_len=8), is_causal=True)
-    pairs = found.output[0].unflatten(1, (5, 8))[:, 1::2]  # blocks 1 and 3 of the first level
-    if name == "residual":  # block 3 reads more: compare what is read of its own pair
-        pairs = pairs[:, :1]
-    flat = pairs.flatten(0, 1)
-    assert all(not torch.allclose(flat[i], flat[j]) for i in range(len(flat)) for j in range(i))
+@pytest.mark.parametrize("name", ["uniform", "sample"])
+def test_heads_and_block_pairs_select_by_draws_of_their_own(name):
+    # every head and every leaf holds the same keys: only the draws differ
+    query, key, value = (t.repeat(1, 3, 4, 1) for t in attention_tensors(heads=1, kv_heads=1, n_keys=32, seed=9))
+    config = RANDOM[name].replace(min_seq_len=32)
+    _, aux = attend((query, key, value), config, is_causal=True)
+    pairs = aux.selection[:2]  # of the leaf's size, before the larger one
+    chosen = {tuple((head % 32).tolist()) for pair in pairs for head in pair.indices[0]}
+    assert len(chosen) == 6
+
+
+def test_heads_draw_their_own_residual_samples():
+    query, key, value = (t.repeat(1, 3, 1, 1) for t in attention_tensors(heads=1, kv_heads=1, n_keys=32, seed=9))
+    found, _ = attend((query, key, value), RANDOM["residual"].replace(min_seq_len=0))
+    assert all(not torch.allclose(found.output[0, i], found.output[0, j]) for i in range(3) for j in range(i))
 
 
 @pytest.mark.parametrize("name", STRICT)

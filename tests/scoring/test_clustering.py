@@ -6,6 +6,8 @@ import pytest
 import torch
 from sklearn.cluster import KMeans
 
+from prescore.paper.planted.model import PlantedSetting
+from prescore.paper.planted.study import best_recovery
 from prescore.rng import Streams
 from prescore.scoring import lloyd
 from prescore.scoring.lloyd import assign, fit
@@ -175,6 +177,14 @@ def test_sum_clusters_by_definition(weights):
 
 
 # Seeds come from all points.
+
+
+def test_kmeans_recovers_small_planted_groups():
+    """Theorem 2, small noise: 32 groups of 10 keys among 4096, which a subsample of the seeds would miss."""
+    for seed in range(2):
+        model = PlantedSetting(4096, 32, 0.1).draw("small-noise", generator=seed)
+        recovered = best_recovery(model, 3, seed)
+        assert (recovered.groups, recovered.noise) == (1.0, 1.0)
 
 
 def test_a_single_far_point_among_many_is_a_seed():

@@ -90,9 +90,10 @@ def test_leverage_of_few_zero_and_many_keys():
     torch.testing.assert_close(sketched, exact, rtol=1e-4, atol=1e-6)  # a sketch as long as the keys
 
 
+@pytest.mark.parametrize("period", [16384, 32])
 @pytest.mark.parametrize("sketch_size", [128, 512, 2048])
-def test_identity_7_sketched_error_is_as_stated_and_falls(sketch_size):
-    keys = normal(1, 4, 16384, 32, dtype=torch.float32)
+def test_identity_7_sketched_error_is_as_stated_and_falls(sketch_size, period):
+    keys = normal(1, 4, period, 32, dtype=torch.float32).repeat(1, 1, 16384 // period, 1)
     relative = prescore.score(keys, Leverage(sketch_size=sketch_size)) / prescore.score(keys, "leverage") - 1
     columns = min(32, max(8, 4 * sketch_size // 32))
     stated = 2 * (32 / sketch_size) ** 0.5 + (2 / columns) ** 0.5 * (columns < 32)
