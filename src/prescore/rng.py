@@ -79,9 +79,9 @@ class Streams:
         rows = (self.rows or (self.seed,))[: max(1, batch)]
         drawn = {row: torch.empty(n_heads, *size, dtype=torch.float64, device="cpu") for row in rows}
         for row, table in drawn.items():
-            for head, place in zip(heads, table, strict=True):
+            for head, numbers in zip(heads, table, strict=True):
                 generator = Streams(row).generator(f"{name}/head {head}")
-                torch.rand(size, generator=generator, dtype=torch.float64, device="cpu", out=place)
+                torch.rand(size, generator=generator, dtype=torch.float64, device="cpu", out=numbers)
         table = torch.stack([drawn[row] for row in rows]) if len(rows) > 1 else drawn[rows[0]][None]
         return upload(table, like.device).expand(batch, n_heads, *size)
 

@@ -154,8 +154,8 @@ def checked_scores(result: Any, scorer: Scorer, keys: Tensor, valid: Tensor | No
     if on_cpu and scores.numel():
         real = scores if padding is None else scores.masked_fill(padding, 0.0)
         if not all(math.isfinite(bound) for bound in torch.aminmax(real)):
-            place = tuple((~torch.isfinite(real)).nonzero()[0].tolist())
-            raise ValueError(f"scores of {owner} must be finite, got {real[place].item()} at {place}")
+            index = tuple((~torch.isfinite(real)).nonzero()[0].tolist())
+            raise ValueError(f"scores of {owner} must be finite, got {real[index].item()} at {index}")
     if on_cpu and labels is not None and labels.numel():
         low, high = torch.aminmax(labels if padding is None else labels.masked_fill(padding, 0))
         if low < 0 or high >= scored.n_clusters:

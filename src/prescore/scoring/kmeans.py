@@ -92,7 +92,7 @@ class ClusteringScorer(Scorer):
         positions = self._sampled_positions(shard)
         sent = torch.cat(positions).unique()
         keys = torch.cat([part.to(dtype).unflatten(2, (-1, dim)) for part in stats], dim=2).flatten(0, 1)
-        fitted, lifted = (keys[:, torch.searchsorted(sent, places)] for places in positions)
+        fitted, lifted = (keys[:, torch.searchsorted(sent, sampled)] for sampled in positions)
         is_partial = keys.new_full((len(keys),), fitted.shape[1] < shard.n_keys, dtype=torch.bool)
         points = with_noise(shard.keys, self.noise, shard.streams, shard=shard).flatten(0, 1)
         draw = problem_draws(shard.keys, shard.streams)

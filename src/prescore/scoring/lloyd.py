@@ -90,12 +90,12 @@ def assign(
     distances, begin = points.new_zeros(points.shape[:2]), 0
     for block in torch.split(points, max(256, _ASSIGN_ROWS // len(points)), dim=1):
         lifted, rows = block if lift is None else lift(block), slice(begin, begin + block.shape[1])
-        for choice, some in groups:
-            label, distance = metric.nearest(lifted[some], centres[some], exact=choice)
-            if exact is not None and isinstance(some, slice) and choices == [False, True] and choice:
+        for choice, problems in groups:
+            label, distance = metric.nearest(lifted[problems], centres[problems], exact=choice)
+            if exact is not None and isinstance(problems, slice) and choices == [False, True] and choice:
                 label = torch.where(exact[:, None], label, labels[:, rows])
                 distance = torch.where(exact[:, None], distance, distances[:, rows])
-            labels[some, rows], distances[some, rows] = label, distance
+            labels[problems, rows], distances[problems, rows] = label, distance
         begin = rows.stop
     return labels, distances
 
@@ -233,9 +233,9 @@ def _candidates(
         begin += drawn.shape[1]
     counts = sum_clusters(weights.unsqueeze(2), labels, None, most).squeeze(2)
     is_short = n_valid <= most
-    own_weights = weights[:, :most].masked_fill(arange(most, like=points) >= n_valid, 0.0)
+    short_weights = weights[:, :most].masked_fill(arange(most, like=points) >= n_valid, 0.0)
     return torch.where(is_short, all_points, torch.cat(positions, dim=1)), torch.where(
-        is_short, own_weights, counts
+        is_short, short_weights, counts
     )
 
 

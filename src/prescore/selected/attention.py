@@ -16,8 +16,10 @@ from prescore.types import Reads, Result, Values
 
 
 def reads_every_key(call: Call, config: Selected | Hyper) -> bool:
-    """Whether a call without padding or a given selection lies in one causal leaf, which is exact."""
-    return call.is_causal and call.n_keys <= max(1, config.min_seq_len)
+    """Whether a call without padding or a given selection is one causal leaf, or one block that the flag exempts."""
+    if call.is_causal:
+        return call.n_keys <= max(1, config.min_seq_len)
+    return config.leaf_inclusive and call.n_query <= config.min_seq_len
 
 
 def attend_selected(
@@ -59,7 +61,7 @@ def _stats(plan: Plan, lse: Tensor, reads: Reads) -> Values:
         "keys_per_query": reads.keys,
         "centroids_per_query": reads.centroids,
         "depth": plan.depth,
-        "fallbacks": sum(int(each.fallback.sum()) for each in selections if each.fallback is not None),
+        "fallbacks": sum(int(chosen.fallback.sum()) for chosen in selections if chosen.fallback is not None),
         "mass_read": _mass_read(plan, lse),
         "seconds": dict(plan.seconds),
         "backend": plan.call.operator.name,

@@ -207,9 +207,9 @@ def _residual_columns(
     bias = bias.masked_fill(count == 0, -torch.inf)[..., None, None].expand(*count.shape, keys.most, n_samples)
     if keys.block_size and coupling.overlap == "exclude":
         # a sample that lies in the query's block is counted there
-        places = arange(keys.order.shape[-1], like=sample)
-        place = torch.empty_like(keys.order).scatter_(-1, keys.order, places.expand_as(keys.order))
-        block = torch.div(place.gather(-1, sample), keys.block_size, rounding_mode="floor")
+        numbers = arange(keys.order.shape[-1], like=sample)
+        rank = torch.empty_like(keys.order).scatter_(-1, keys.order, numbers.expand_as(keys.order))
+        block = torch.div(rank.gather(-1, sample), keys.block_size, rounding_mode="floor")
         bias = bias.masked_fill(block[:, :, None, :] == arange(keys.most, like=sample)[:, None], -torch.inf)
     rows = pair.key_rows.gather(-1, sample)
     return KeyRows(rows[:, :, None].expand(-1, -1, keys.most, -1), bias)
@@ -225,7 +225,9 @@ def _part(
     shape: tuple[int, ...], query_rows: Tensor, filled: Tensor | None, columns: list[KeyRows], n_centroids: int
 ) -> Part:
     tiles, heads, width = shape
-    rows, bias = (torch.cat([t.reshape(tiles, -1) for t in each], dim=1) for each in zip(*columns, strict=True))
+    rows, bias = (
+        torch.cat([t.reshape(tiles, -1) for t in tensors], dim=1) for tensors in zip(*columns, strict=True)
+    )
     return Part((tiles, heads, width), query_rows, filled, rows, bias, n_centroids=n_centroids)
 
 
