@@ -89,7 +89,7 @@ CASES = {
     "dtype": rf"dtype {SAME} torch.float32 on rank 0 and torch.float64 on rank 1",
     "gradients": rf"requires_grad {SAME} \[\] on rank 0 and \['key'\] on rank 1",
     "NaN": r"key must be finite where it is not padding, got nan at \(0, 0, 3, 0\)",
-    "generator": "generator must be an int, a torch.Generator or None, got str 'six'",
+    "generator": "generator must be an int, one int for each sequence, a torch.Generator or None, got str 'six'",
     "type": "query must be a torch.Tensor, got str",
     "dropout": "group cannot run: dropout_p must be 0, as the ranks would drop other weights, got 0.1",
     "selection": "group cannot run: a selection cannot be given for a sequence that lies on several ranks",
