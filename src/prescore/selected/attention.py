@@ -16,7 +16,7 @@ from prescore.types import Reads, Result, Values
 
 
 def reads_every_key(call: Call, config: Selected | Hyper) -> bool:
-    """Whether a call without padding or a given selection is one causal leaf, or one block that the flag exempts."""
+    """Whether a call without padding or a given selection is one causal leaf, or one block exempt by the flag."""
     if call.is_causal:
         return call.n_keys <= max(1, config.min_seq_len)
     return config.leaf_inclusive and call.n_query <= config.min_seq_len
