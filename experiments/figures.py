@@ -8,7 +8,6 @@ words, in which `_` is a space. The text between marks is written anew, all othe
 from __future__ import annotations
 
 import json
-import math
 import re
 import runpy
 import statistics
@@ -22,10 +21,12 @@ from typing import Any
 
 from prescore.bench.language.tables import Summary, summarise
 from prescore.bench.records import Record, Values, read_records
-from prescore.bench.tables import MISSING, Table, as_text, percent
-from prescore.bench.vision.tables import PUBLISHED, PUBLISHED_COVERAGE
+from prescore.bench.tables import MISSING, Table
+from prescore.paper import printed
+from prescore.paper import tables as paper
 from prescore.paper.planted.tables import claim_table, recall_settings, recall_table
-from prescore.paper.tables import keeps_every_key
+from prescore.paper.selections import selection_table, universal_set_table
+from prescore.paper.speed import length_table, preset_table, scoring_table, share_table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -491,7 +492,6 @@ def step_speedup() -> str:
 
 # The paper's language experiments, beside its figures.
 
-PRINTED = runpy.run_path(str(HERE / "language" / "printed.py"))
 FIRST_CONTEXT = "sample.jsonl#66f36490"
 
 
@@ -501,54 +501,19 @@ def summaries(folder: str, document: str = "") -> list[Summary]:
     return summarise(records)
 
 
-def signed(value: float | None) -> str:
-    """A difference in nats."""
-    return MISSING if value is None else f"{value:+.3f}"
-
-
-def printed_above(perplexity: float | None) -> str:
-    """The paper's loss above its exact attention."""
-    return MISSING if perplexity is None else signed(math.log2(perplexity) - math.log2(PRINTED["EXACT"]))
-
-
 @figure
 def appendix_a(scorers: str, samples: str) -> Table:
     """Budgets by scorers, PPL / PPL*: k-means on all contexts, or every scorer on the first one."""
-    found: dict[tuple[str, int, bool], Summary] = {}
-    for s in summaries("appendix-a", FIRST_CONTEXT if scorers == "all" else ""):
-        if s.axes.get("paper_sample_size") == int(samples):
-            found[s.axes["scorer"], s.axes["paper_top_k"], s.axes["leaf_inclusive"]] = s
-    shown = {key[1]: s.axes["top_k"] for key, s in found.items()}
-    names = [
-        name for name in dict.fromkeys(key[0] for key in found) if name != "none" and scorers in ("all", name)
-    ]
-    budgets = PRINTED["TOP_K"]
-    rows = []
-    for place, top_k in enumerate(budgets):
-        cells = [f"{shown[top_k]} ({top_k})"]
-        for name in names:
-            # one scorer was run for all where nothing is selected, or everything
-            whose = {0: "none", budgets[-1]: "kmeans"}.get(top_k, name)
-            cells.append(" / ".join(signed(found[whose, top_k, rule].above_exact) for rule in (False, True)))
-            printed = PRINTED["APPENDIX_A"][name, int(samples)][place]
-            cells.append(" / ".join(printed_above(value) for value in printed if value is not None))
-        rows.append(cells)
-    return table(("top_k (paper's)", *(f"{name}{of}" for name in names for of in ("", ", paper"))), rows)
+    measured = summaries("appendix-a", FIRST_CONTEXT if scorers == "all" else "")
+    names = [name for name in dict.fromkeys(s.axes.get("scorer", "none") for s in measured) if name != "none"]
+    shown = [name for name in names if scorers in ("all", name)]
+    return paper.by_budget(measured, {name: (name, int(samples)) for name in shown})
 
 
 @figure
 def table1(folder: str) -> Table:
     """The five rows of Table 1 and the floor."""
-    rows = []
-    for s in summaries(folder):
-        key = (s.axes.get("scorer") == "kmeans", s.axes.get("leaf_inclusive"))
-        printed = PRINTED["EXACT"] if s.is_exact else PRINTED["TABLE_1"].get(key) if s.axes else None
-        cells = [s.label, f"{s.loss:.3f}", as_text(s.perplexity, 4), signed(s.above_exact)]
-        cells += [f"{s.above_exact_half_width:.2f}" if s.above_exact_half_width else "", percent(s.gap_closed)]
-        cells += [as_text(s.reads_per_query, 4), MISSING if printed is None else f"{math.log2(printed):.3f}"]
-        rows.append([*cells, printed_above(printed)])
-    columns = ["method", "loss", "perplexity", "above exact", "± 95 %", "gap closed", "keys and centroids read"]
-    return table((*columns, "paper's loss", "above its exact"), rows)
+    return paper.table1(summaries(folder))
 
 
 @figure
@@ -561,15 +526,7 @@ def gain(folder: str, before: str, after: str) -> str:
 @figure
 def appendix_f() -> Table:
     """Couplings by budget."""
-    own = {(s.axes["coupling"], s.axes["scorer"], s.axes["top_k"]): s for s in summaries("appendix-f") if s.axes}
-    budgets = sorted({key[2] for key in own if key[2]})
-    # a budget that keeps every key is run for one scorer and holds for the others
-    every = {(key[0], key[2]): s for key, s in own.items() if keeps_every_key(s)}
-    rows = []
-    for coupling, scorer in dict.fromkeys(key[:2] for key in own if key[1] != "none"):
-        line = [own.get((coupling, scorer, b)) or every[coupling, b] for b in budgets]
-        rows.append((f"{coupling}, {scorer}", *(signed(s.above_exact) for s in line)))
-    return table(("coupling, scorer", *(f"top {budget}" for budget in budgets)), rows)
+    return paper.couplings(summaries("appendix-f"))
 
 
 @figure
@@ -583,40 +540,21 @@ def coupling_cost(coupling: str, top_k: str) -> str:
 @figure
 def appendix_i() -> Table:
     """Gaussian kernel k-means by budget, with samples and without."""
-    found = {(s.axes["paper_sample_size"], s.axes["paper_top_k"]): s for s in summaries("appendix-i") if s.axes}
-    rows = []
-    for top_k, printed in PRINTED["APPENDIX_I"].items():
-        cells = [f"{found[256, top_k].axes['top_k']} ({top_k})"]
-        for samples, value in zip((256, 0), printed, strict=True):
-            cells += [signed(found[samples, top_k].above_exact), printed_above(value)]
-        rows.append(cells)
-    columns = ("with samples", "with samples, paper", "no samples", "no samples, paper")
-    return table(("top_k (paper's)", *columns), rows)
+    columns = {name: ("gaussian-kmeans", samples) for name, samples in (("with samples", 256), ("no samples", 0))}
+    return paper.by_budget(summaries("appendix-i"), columns)
 
 
 @figure
 def equal_reads(folder: str) -> Table:
     """Loss above exact attention, keys and centroids read, processor seconds, by length."""
-    by_label: dict[str, dict[int, Summary]] = defaultdict(dict)
-    for s in summaries(folder):
-        by_label[s.label][s.n_tokens] = s
-    lengths = sorted({n for own in by_label.values() for n in own})
-    rows = []
-    for label, own in by_label.items():
-        cells = [label]
-        for s in (own[n] for n in lengths):
-            cells += [signed(s.above_exact), f"{s.reads_per_query:.0f}", f"{s.processor_seconds:.1f} s"]
-        rows.append(cells)
-    return table(
-        ("method", *(f"{n}: {word}" for n in lengths for word in ("above exact", "read", "attention"))), rows
-    )
+    return paper.equal_reads(summaries(folder))
 
 
 @figure
 def paper_loss(folder: str, label: str, which: str = "all") -> str:
     """The loss of exact attention, or what a method is above it; on all documents or the first context."""
     (s,) = (s for s in summaries(folder, FIRST_CONTEXT if which == "first" else "") if s.label == label)
-    return f"{s.loss:.3f}" if s.is_exact else signed(s.above_exact)
+    return f"{s.loss:.3f}" if s.is_exact else paper.signed(s.above_exact)
 
 
 @figure
@@ -630,102 +568,41 @@ def measured(*folders: str) -> str:
 
 # Speed of the paper's methods, and what scorers select.
 
-METHODS = {
-    "hyper": "HyperAttention",
-    "paper:kmeans": "k-means + Hyper",
-    "paper:kmedian": "k-median + Hyper",
-    "paper:leverage": "leverage + Hyper",
-    "default": "default",
-}
-
-
-def kind(config: Values) -> str:
-    """Mask and pass of a call."""
-    return (
-        f"{'causal' if config['causal'] else 'full'}, {'forward + backward' if config['backward'] else 'forward'}"
-    )
-
 
 @figure
 def long_speeds() -> Table:
     """Exact time over method time, by mask, pass and length; rows that were run apart are one line."""
-    found: dict[tuple[bool, bool, int, int], dict[str, str]] = defaultdict(dict)
-    kinds = {}
-    for record in read("speed/long"):
-        config, methods = record.config, record.results["methods"]
-        key = (not config["causal"], config["backward"], config["n"], config["heads"])
-        kinds[key] = kind(config)
-        found[key].setdefault("exact", f"{methods['exact']['seconds']:.2f} s")
-        found[key] |= {name: f"{methods[name]['speedup']:.1f}x" for name in config["methods"]}
-    rows = []
-    for key, own in sorted(found.items()):
-        cells = (own["exact"], *(own.get(name, MISSING) for name in METHODS))
-        rows.append((kinds[key], f"{key[2]:,}", str(key[3]), *cells))
-    return table(("mask and pass", "tokens", "heads", "exact attention", *METHODS.values()), rows)
+    return length_table(read("speed/long"))
 
 
 @figure
 def preset_shares() -> Table:
     """The paper's preset with k-means: its part of the ideal speed-up, and its stages."""
-    rows = []
-    found = [r for r in read("speed/long") if "paper:kmeans" in r.config["methods"]]
-    for record in sorted(found, key=lambda r: (not r.config["causal"], r.config["backward"], r.config["n"])):
-        own = record.results["methods"]["paper:kmeans"]
-        shares = own["shares"]
-        stages = (shares["scoring"], shares["hashing"] + shares["sorting"], shares["attending"])
-        cells = [f"{100 * share:.0f} %" for share in (own["share_of_bound"], *stages)]
-        rows.append((kind(record.config), f"{record.config['n']:,}", *cells))
-    columns = ("mask and pass", "tokens", "of the ideal speed-up", "scoring", "hashing and sorting", "operator")
-    return table(columns, rows)
+    return share_table(read("speed/long"))
 
 
 @figure
 def scoring() -> Table:
     """Scorers alone, and their share of exact attention without a causal mask."""
-    methods = one("speed/scoring", study="scoring")["methods"]
-    rows = []
-    for name, own in methods.items():
-        share = 100 * own["seconds"] / methods["exact"]["seconds"]
-        rows.append((name, f"{1000 * own['seconds']:.0f} ms", f"{share:.1f} %"))
-    return table(("scorer", "time", "share of exact attention"), rows)
+    return scoring_table(select("speed/scoring", study="scoring"))
 
 
 @figure
 def preset_settings(study: str) -> Table:
     """The paper's preset against one of its settings."""
-    found, field = select("speed/scoring", study=study), {"top-k": "top_k", "clusters": "n_clusters"}[study]
-    times = [record.results["methods"]["paper:kmeans"]["seconds"] for record in found]
-    cells = ("time", *(f"{1000 * seconds:.0f} ms" for seconds in times))
-    return table((study, *(str(record.config[field]) for record in found)), [cells])
+    return preset_table(select("speed/scoring", study=study), study)
 
 
 @figure
 def universal_set_heads() -> Table:
     """Keys of leverage at least eps, and the share of the entries above eps on them, layers across."""
-    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
-    names = []
-    for record in select("selection", part="universal set"):
-        config, results = record.config, record.results
-        names.append(Path(config["heads"]).stem)
-        share = "no entry" if results["recall"] is None else f"{100 * results['recall']:.0f} %"
-        key = ("sketched" if config["sketch_size"] else "exact", f"{config['eps']:g}")
-        rows[key].append(f"{results['size']:.0f} ({share})")
-    return table(("leverage", "eps", *dict.fromkeys(names)), [(*key, *cells) for key, cells in rows.items()])
+    return universal_set_table(read("selection"))
 
 
 @figure
 def selections() -> Table:
     """What the best keys of a scorer hold, means over layers."""
-    fields = ("in_common", "mass", "recall", "error", "seconds", "in_common_skewed")
-    found: dict[str, list[Values]] = defaultdict(list)
-    for record in select("selection", part="selection"):
-        found[record.config["selection"]].append(record.results)
-    rows = []
-    for name, own in found.items():
-        means = [statistics.fmean(r[field] for r in own) if field in own[0] else None for field in fields]
-        rows.append((name, *("" if mean is None else f"{mean:.2f}" for mean in means)))
-    columns = ("selection", "in common", "weight", "entries > 0.01", "error", "cpu s", "with skewed keys")
-    return table(columns, rows)
+    return selection_table(read("selection"))
 
 
 # The planted model.
@@ -816,11 +693,13 @@ def beside_published() -> Table:
     """The paper's top-1 beside ours."""
     found, rows = accuracies(), []
     ours = {"kmeans": ("kmeans", "kmeans-farthest-sample", "published")}
-    for small, printed in PUBLISHED.items():
+    for small, theirs in printed.TOP_1.items():
         what = small.partition(", ")[2]
-        large = next(by_budget for name, by_budget in PUBLISHED.items() if name[:5] == "ViT-L" and what in name)
+        large = next(
+            by_budget for name, by_budget in printed.TOP_1.items() if name[:5] == "ViT-L" and what in name
+        )
         method, _, clusters = what.partition(", ")
-        for budget, value in printed.items() if small.startswith("ViT-S") else ():
+        for budget, value in theirs.items() if small.startswith("ViT-S") else ():
             keys = [(m, int(clusters[0]) if clusters else None, budget, True) for m in ours.get(method, (method,))]
             cells = " / ".join(f"{found[key]:.1f}" for key in keys if key in found)
             rows.append((what, str(budget), value, large[budget], cells))
@@ -839,9 +718,9 @@ def coverage() -> Table:
         shares.append(" / ".join(f"{results[f'columns_{e}_mean']:.2f}" for e in thresholds))
         cells = (config["method"], str(config["n_clusters"] or ""), str(config["budget"]))
         rows.append((*cells, f"{results['chance']:.2f}", *shares))
-        printed = PUBLISHED_COVERAGE.get((config["method"], config["budget"]))
-        if printed:
-            *heavy, columns = (f"{float(share) / 100:.2f}" for share in printed)
+        theirs = printed.COVERAGE.get((config["method"], config["budget"]))
+        if theirs:
+            *heavy, columns = (f"{float(share) / 100:.2f}" for share in theirs)
             name = f"paper: {config['method']}, ViT-B/16"
             rows.append((name, "", cells[2], "", *(f"({share})" for share in heavy), columns))
     heads = (*(f"> {threshold}" for threshold in thresholds), "heaviest columns")

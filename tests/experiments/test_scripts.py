@@ -20,8 +20,6 @@ SCRIPTS = {
     "routed/frontier.py": ("TEXT --model MODEL --length 64 --out OUT/frontier.jsonl --only 1/256", {}),
     "routed/plain.py": ("HEADS --n 128 --threads 1 --only smooth,dropout", {}),
     "routed/search/reads.py": ("HEADS --to OUT/reads.png --position 3000", {}),
-    "selection/heads.py": ("HEADS --out OUT", {"N_KEYS": 256, "N_QUERIES": 4, "CHUNK": 64, "EPS": (0.1,)}),
-    "speed/scoring.py": ("-n 300 --dim 8 --repeats 1 --out OUT --json", {}),
 }
 ELSEWHERE = {"figures.py", "speed/rivals.py"}
 """These have a test of their own."""

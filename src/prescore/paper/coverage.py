@@ -11,24 +11,31 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from prescore.attention import select_by
+from prescore.bench.language.documents import load_documents
+from prescore.bench.language.model import load_language_model
 from prescore.bench.methods import PUBLISHED, ScorerName, image_config
-from prescore.bench.records import Row, Values
+from prescore.bench.plots import figure, line_style
+from prescore.bench.records import Record, Row, Values
+from prescore.bench.tables import MISSING, Table, as_text
+from prescore.bench.vision.tables import label, values_by_line
 from prescore.config import Selected
 from prescore.integrations.apply import Observer, observe
 from prescore.integrations.attention import AttentionContext, layer_seed
 from prescore.integrations.masks import full_mask
+from prescore.paper import printed
 from prescore.scoring.select import membership
 
 METHODS = (
     *("kmeans", PUBLISHED, "kmeans-farthest-sample", "kmedian", "kmedian-farthest-sample"),
     *("leverage", "key-diff", "random"),
 )
-
+QUICK_METHODS = ("kmeans", "kmedian", "random")
 
 ObserveAll = Callable[[Observer], None]
 """Runs all inputs with exact attention and shows the queries and keys of every layer."""
@@ -44,6 +51,20 @@ def observe_texts(model: nn.Module, texts: Sequence[Tensor]) -> ObserveAll:
                 model(input_ids=tokens[None].to(next(model.parameters()).device), use_cache=False)
 
     return run
+
+
+def text_rows(
+    name: str, sources: Sequence[str] | None, length: int, limit: int | None, device: str, grid: Values
+) -> list[Row]:
+    """The rows of a causal language model on the beginnings of texts."""
+    loaded = load_language_model(name, device=device)
+    documents = load_documents(sources, limit=limit)
+    long_enough = [tokens[:length] for d in documents if len(tokens := loaded.encode(d.text)) >= length]
+    if not long_enough:
+        raise ValueError(f"text must hold at least one document of {length} tokens, got {len(documents)} shorter")
+    described: Values = {"model": Path(name).name, "texts": [document.name for document in documents]}
+    described |= {"length": length, "n_texts": len(long_enough)}
+    return coverage_rows(observe_texts(loaded.model, long_enough), described, **grid)
 
 
 def coverage_rows(
@@ -175,3 +196,62 @@ def attention_weights(query: Tensor, key: Tensor, context: AttentionContext) -> 
 def _mean(values: Tensor) -> float | None:
     known = values[~values.isnan()]
     return float(known.mean()) if len(known) else None
+
+
+# Tables and a plot.
+
+
+def coverage_table(records: Sequence[Record]) -> Table:
+    """Median / mean coverage per threshold, top columns and mass, with chance in the last column."""
+    thresholds = [f"{value:g}" for value in records[0].config["thresholds"]]
+    names = [f"heavy_{e}_{kind}" for e in thresholds for kind in ("median", "mean")]
+    columns = [f"columns_{e}_mean" for e in thresholds]
+    cells = {name: values_by_line(records, name) for name in (*names, *columns, "mass_mean", "chance")}
+    rows = []
+    for line, by_budget in cells["chance"].items():
+        for budget in by_budget:
+            shares = {name: as_text(_percent(values[line][budget])) for name, values in cells.items()}
+            heavy = [f"{shares[f'heavy_{e}_median']} / {shares[f'heavy_{e}_mean']}" for e in thresholds]
+            last = (" / ".join(shares[name] for name in columns), shares["mass_mean"], shares["chance"])
+            rows.append((label(line, keeps_prefix=False), str(budget), *heavy, *last))
+    if thresholds == ["0.01", "0.1", "0.3"]:
+        for (method, budget), theirs in printed.COVERAGE.items():
+            rows.append((f"paper: ViT-B/16, {method}", str(budget), *theirs, MISSING, MISSING))
+    return Table(
+        title="Coverage of heavy attention entries, per cent: median / mean",
+        columns=("method", "keys", *(f"> {e}" for e in thresholds), "heaviest columns", "mass", "chance s/n"),
+        rows=tuple(rows),
+        note="over inputs, layers and heads that have such an entry; heaviest columns: share of the s columns "
+        "with the most such entries that are selected, mean, for each threshold; mass: weight on selected keys; "
+        f"the paper ({printed.IMAGE_TOKENS} tokens) prints medians and does not say for which threshold its "
+        "columns are",
+    )
+
+
+def coverage_plot(records: Sequence[Record], path: str | Path) -> None:
+    """Median coverage against the budget, a panel per threshold and one for the top columns, with chance."""
+    thresholds = [f"{value:g}" for value in records[0].config["thresholds"]]
+    panels = {f"heavy_{e}_median": f"entries > {e}, median" for e in thresholds}
+    panels[f"columns_{thresholds[0]}_mean"] = f"heaviest columns by entries > {thresholds[0]}, mean"
+    chances = values_by_line(records, "chance").values()
+    chance = {b: _percent(seeds) for by_budget in chances for b, seeds in sorted(by_budget.items())}
+    with figure(path, (3.2 * len(panels), 3.4), ncols=len(panels), sharey=True) as (_, axes):
+        for panel, (name, title) in zip(axes, panels.items(), strict=True):
+            for place, (line, by_budget) in enumerate(values_by_line(records, name).items()):
+                means = [_percent(by_budget[budget]) for budget in sorted(by_budget)]
+                words = label(line, keeps_prefix=False)
+                # open markers and thin lines: a line that equals another one stays visible
+                style = {"markersize": 9 - place % 4 * 2, "markerfacecolor": "none", **line_style(place)}
+                panel.plot(sorted(by_budget), means, label=words, **style)
+            panel.plot(list(chance), list(chance.values()), "--", color="#444444", label="chance")
+            # lines at 0 and 100 need room
+            panel.set(title=title, xlabel="keys selected", ylim=(-4, 110))
+            panel.set_xticks(list(chance))
+        axes[0].set_ylabel("covered, per cent")
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+
+
+def _percent(shares: Sequence[float | None]) -> float | None:
+    """The mean over seeds in per cent; None where no seed has a value."""
+    known = [share for share in shares if share is not None]
+    return 100 * statistics.fmean(known) if known else None

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from prescore import checks
-from prescore.bench.language.grid import check_set, unique
+from prescore.bench.language.grid import check_set, grid_methods, unique
 from prescore.bench.methods import EXACT, SINKS, Baseline, Method, change, leaf_of, local_only, sliding_window
 from prescore.bench.records import Values
 from prescore.config import Coupling, Exact, Hyper, Lsh, Routed, Selected
+from prescore.paper.printed import BUDGETS, GAUSSIAN_BUDGETS
 from prescore.scoring.leverage import Leverage
 
 PAPER_LENGTH = 32768
 PAPER_LEAF, PAPER_BLOCK, PAPER_SAMPLES = 4096, 256, 256
-PAPER_TOP_K = (0, 32, 128, 512, 2048, 8192, 16384)
-PAPER_TOP_K_GAUSSIAN = (0, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
 COUPLINGS = {
     "corrected": Coupling(),
     "zeroed keys": Coupling(mask="zero"),
@@ -108,14 +108,14 @@ def _table1(scale: Scale) -> Iterator[Method]:
     yield scale.paper("kmeans", 8192, inclusive=True)
 
 
-def _appendix_f(scale: Scale, coupling: str | None = None) -> Iterator[Method]:
+def _appendix_f(scale: Scale, coupling: str | None = None, budgets: Sequence[int] = BUDGETS) -> Iterator[Method]:
     """The early integration, and each of its three artefacts alone; or k-means under one coupling."""
     yield scale.paper("kmeans", 0)
     samples = (PAPER_SAMPLES,)
     for own in [coupling] if coupling else COUPLINGS:
-        yield from _grid(scale, ("kmeans",), PAPER_TOP_K[1:], coupling=own, samples=samples)
+        yield from _grid(scale, ("kmeans",), budgets[1:], coupling=own, samples=samples)
     if not coupling:
-        yield from _grid(scale, ("kmedian", "leverage"), PAPER_TOP_K[1:], coupling="early", samples=samples)
+        yield from _grid(scale, ("kmedian", "leverage"), budgets[1:], coupling="early", samples=samples)
 
 
 def _baselines(scale: Scale) -> Iterator[Method]:
@@ -173,7 +173,7 @@ def _universal_set(scale: Scale) -> Iterator[Method]:
 def _grid(
     scale: Scale,
     scorers: Sequence[str],
-    budgets: Sequence[int] = PAPER_TOP_K,
+    budgets: Sequence[int] = BUDGETS,
     *,
     coupling: str = "corrected",
     samples: Sequence[int] = (PAPER_SAMPLES, 0),
@@ -192,9 +192,9 @@ _SCORERS = ("kmeans", "kmedian", "leverage", "gaussian-kmeans")
 EXPERIMENTS: dict[str, Callable[..., Iterator[Method]]] = {
     "table1": _table1,
     "appendix-a": partial(_grid, scorers=_SCORERS, rules=(False, True)),
-    "figure-glm3": partial(_grid, scorers=_SCORERS[:3]),
+    "figure-glm3": partial(_grid, scorers=_SCORERS[:3], rules=(True,)),
     "appendix-f": _appendix_f,
-    "appendix-i": partial(_grid, scorers=_SCORERS[3:], budgets=PAPER_TOP_K_GAUSSIAN, coupling="early"),
+    "appendix-i": partial(_grid, scorers=_SCORERS[3:], budgets=GAUSSIAN_BUDGETS, coupling="early"),
     "baselines": _baselines,
     "universal-set": _universal_set,
 }
@@ -202,6 +202,12 @@ _OWN_SINKS = ("baselines",)
 """Experiments whose methods say themselves which sinks they keep."""
 _OWN_LEAVES = {"baselines": READS_LEAF}
 _BY_SCORER = ("appendix-a", "figure-glm3")
+_QUICK_BUDGETS = {
+    "appendix-a": (0, 512),
+    "appendix-f": (0, 512, 8192),
+    **dict.fromkeys(("figure-glm3", "appendix-i"), (0, 128, 2048, 16384)),
+}
+"""Budgets of `--quick`, as the paper prints them."""
 
 
 def largest_block(length: int, leaf: int) -> int:
@@ -241,12 +247,13 @@ def experiment_methods(
     coupling: str | None = None,
     scorers: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
+    quick: bool = False,
 ) -> list[Method]:
     """The methods of an experiment, exact and local-only first; the same configuration appears once.
 
     Without `leaf` the leaves are the paper's share of the length, or the experiment's own. `coupling` is a name of
     `COUPLINGS` (None = as printed), `scorers` are the columns of Appendix A to run (none = all), `changes` are
-    fields to change in every configuration that has them.
+    fields to change in every configuration that has them. `quick` runs every column at a few budgets.
     """
     checks.one_of("experiment", name, tuple(EXPERIMENTS))
     if sinks and name in _OWN_SINKS:
@@ -261,8 +268,53 @@ def experiment_methods(
         for scorer in scorers:
             checks.one_of("method", scorer, _SCORERS)
         options["scorers"] = scorers
+    if quick and name in _QUICK_BUDGETS:
+        options["budgets"] = _QUICK_BUDGETS[name]
     scale = Scale(length, leaf or _OWN_LEAVES.get(name) or leaf_of(length), sinks)
     changes = changes or {}
     methods = [EXACT, local_only(scale.leaf), *EXPERIMENTS[name](scale, **options)]
     check_set(changes, _VARIED, methods)
     return unique(replace(method, config=change(method.config, changes, partly=True)) for method in methods)
+
+
+# Sweeps: every combination of some values of some fields.
+
+
+def read_sweep(changes: Sequence[str]) -> dict[str, list[Any]]:
+    """Values by field of `FIELD=VALUE,VALUE,...`; a value is JSON or a word."""
+    values: dict[str, list[Any]] = {}
+    for change_ in changes:
+        name, equals, words = change_.partition("=")
+        if not equals or not words.strip(" ,"):
+            raise ValueError(f"set must be FIELD=VALUE,VALUE,..., got {change_!r}")
+        values[name.strip()] = [_value(word.strip()) for word in words.split(",") if word.strip()]
+    return values
+
+
+def _value(word: str) -> Any:
+    try:
+        return json.loads(word)
+    except json.JSONDecodeError:
+        return word
+
+
+def sweep_methods(
+    names: Sequence[str],
+    length: int,
+    values: Mapping[str, Sequence[Any]],
+    *,
+    leaf: int | None = None,
+    top_k: Sequence[int | float] = (),
+) -> list[Method]:
+    """Exact and local-only, then every method at every combination of values."""
+    methods: list[Method] = []
+    for combination in itertools.product(*values.values()):
+        changes = dict(zip(values, combination, strict=True))
+        words = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in changes.items())
+        for method in grid_methods(names, length, leaf=leaf, top_k=top_k, changes=changes):
+            if method.label not in ("exact", "local only"):
+                axes = {"series": method.label, **method.axes, **changes}
+                methods.append(
+                    replace(method, label=f"{method.label}, {words}" if words else method.label, axes=axes)
+                )
+    return unique([EXACT, local_only(leaf or leaf_of(length)), *methods])

@@ -77,7 +77,7 @@ def _refuse(error: Exception, argv: Sequence[str]) -> int:
         from prescore.bench.cli.info import installation
 
         package = str(error.name).partition(".")[0]
-        prefer = "vision" if {"vision", "coverage"} & {*argv} else "hf"
+        prefer = "vision" if {"vision", "table2", "appendix-e", "appendix-g"} & {*argv} else "hf"
         return _fail(f"this command needs the package {package}{installation(package, prefer)}")
     if isinstance(error, ValueError | TypeError | OSError | PrescoreError):
         return _fail(str(error))
@@ -108,7 +108,7 @@ def _fail(sentence: str, code: int = BAD_USAGE) -> int:
 
 
 def _build() -> typer.Typer:
-    """The application: every other file of this folder is a subcommand, its `command` function."""
+    """The application: every other file of this folder is a subcommand, its `command` function; and `paper`."""
     import typer
 
     from prescore.bench.cli.options import root, with_groups
@@ -121,6 +121,8 @@ def _build() -> typer.Typer:
         if module.name not in _NOT_COMMANDS:
             command = importlib.import_module(f"prescore.bench.cli.{module.name}").command
             app.command(name=module.name.replace("_", "-"))(with_groups(command))
+    # by name: nothing in bench depends on the room of the paper
+    importlib.import_module("prescore.paper.cli").add_to(app)
     return app
 
 

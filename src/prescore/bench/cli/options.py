@@ -75,7 +75,7 @@ class Run:
             device: Where it runs, for the records.
             writes: Patterns of the other files that it writes: a new run refuses a directory that has one.
         """
-        path = _directory(command, self.out, self.resume) / RECORDS
+        path = run_directory(command, self.out, self.resume) / RECORDS
         if not (path.is_file() and path.stat().st_size):
             for present in (present for pattern in writes for present in path.parent.glob(pattern)):
                 raise RecordFileError(
@@ -362,7 +362,8 @@ class Session:
             print(text, file=sys.stderr, flush=True)
 
 
-def _directory(command: str, out: Path | None, resume: bool) -> Path:
+def run_directory(command: str, out: Path | None, resume: bool) -> Path:
+    """Where a run writes: `--out`, with `--resume` the newest run of a command, or a new folder."""
     if out is not None:
         return out
     runs = (RUNS / command).glob(f"*/{RECORDS}") if resume else ()

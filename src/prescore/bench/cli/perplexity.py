@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,57 +11,113 @@ from typing import TYPE_CHECKING
 import typer
 
 from prescore.bench.cli import options as cli
-from prescore.bench.records import replacing
+from prescore.bench.records import Values, replacing
 
 if TYPE_CHECKING:
+    from prescore.bench.language.documents import Document
     from prescore.bench.language.held_out import TokenizedText
+    from prescore.bench.language.model import LanguageModel
     from prescore.bench.language.perplexity import Window
+    from prescore.bench.language.tables import Summary
     from prescore.bench.methods import Method
-    from prescore.bench.records import Record, Row, Values
+    from prescore.bench.records import Record, Row
 
-
-_OF_EXPERIMENTS = ("top_k",)
-_OF_HELD_OUT = (
-    *(*_OF_EXPERIMENTS, "method", "leaf", "coupling", "sinks", "first", "offset", "windows", "documents"),
+COMMAND = "perplexity"
+"""The name of its records."""
+_NOT_HELD_OUT = (
+    *("top_k", "method", "leaf", "first", "offset", "windows", "documents", "seeds"),
     *("skip_short", "parallel"),
 )
-_ELSEWHERE = {
-    **dict.fromkeys(("table2", "appendix-e"), "prescore vision"),
-    **{"appendix-b": "prescore planted", "appendix-g": "prescore coverage"},
-}
-"""What of the paper other commands measure."""
-_TYPICAL_LENGTH = 4096
-_QUICK_DEFAULT_LENGTH = 2560
-"""Of `--quick` where the default runs as it is: up to 2048 tokens that is exact attention."""
+_TYPICAL_LENGTH, _QUICK_DEFAULT_LENGTH = 4096, 2560
+"""The second is that of `--quick` where the default runs as it is: up to 2048 tokens that is exact attention."""
 
 
-def command(
-    context: typer.Context,
-    given: cli.Comparison,
-    run: cli.Run,
-    experiment: str | None = typer.Option(
-        None,
-        help="table1, appendix-a or figure-glm3 (--method SCORER runs one of their columns), appendix-f, "
-        "appendix-i, baselines, universal-set or default.",
-    ),
-    top_k: list[str] | None = typer.Option(None, help="Keys kept, count or fraction; repeatable."),
-    coupling: str | None = typer.Option(
-        None, help="corrected (default of appendix-a), early (of appendix-i), or a line of appendix-f."
-    ),
-    sinks: int = typer.Option(0, min=0, help="First tokens that the paper's methods keep in an experiment."),
-    first: int | None = typer.Option(None, help="First position in the loss. (default: the middle)"),
-    offset: int = typer.Option(0, min=0, help="Tokens skipped at the start of a document."),
-    windows: int = typer.Option(1, min=1, help="Windows read in each document, evenly spaced over it."),
+@dataclass(frozen=True)
+class Texts:
+    """Options: which tokens are read, how often."""
+
     document: list[str] | None = typer.Option(
         None,
         "--document",
         "-d",
         help="Text file, directory or LongBench .jsonl; repeatable. (default: Python's own docs)",
+    )
+    documents: int | None = typer.Option(None, min=1, help="Documents at most.")
+    skip_short: bool = typer.Option(False, "--skip-short", help="Leave out documents that are too short.")
+    first: int | None = typer.Option(None, help="First position in the loss. (default: the middle)")
+    offset: int = typer.Option(0, min=0, help="Tokens skipped at the start of a document.")
+    windows: int = typer.Option(1, min=1, help="Windows read in each document, evenly spaced over it.")
+    seeds: int = typer.Option(1, min=1, help="Seeds of every random method, from --seed up.")
+
+    @property
+    def skips(self) -> bool:
+        """Whether short documents are left out: those of the default corpus always are."""
+        return self.skip_short or self.document is None
+
+    def load(self, quick: bool) -> list[Document]:
+        """The documents, before it is known how long they are."""
+        from prescore.bench.language.documents import load_documents
+
+        return load_documents(self.document, limit=None if self.skips else self.most(quick))
+
+    def most(self, quick: bool) -> int | None:
+        """How many documents are read at most."""
+        return self.documents or (1 if quick else None)
+
+    def read(
+        self,
+        session: cli.Session,
+        loaded: LanguageModel,
+        texts: Sequence[Document],
+        lengths: Sequence[int],
+        quick: bool,
+    ) -> dict[int, list[Window]]:
+        """The windows of every length, in the same documents."""
+        from prescore.bench.language.perplexity import has_tokens, make_windows
+
+        if self.skips:
+            needed = self.offset + self.windows * max(lengths)
+            long = [text for text in texts if has_tokens(loaded, text, needed)]
+            short = ", ".join(text.name for text in texts if text not in long)
+            if not long:
+                raise ValueError(f"documents must have one of at least {needed} tokens, got {len(texts)} shorter")
+            if short:
+                session.say(f"left out, with fewer than {needed} tokens: {short}")
+            texts = long[: self.most(quick)]
+        where: Values = {"first": self.first, "offset": self.offset, "per_document": self.windows}
+        return {length: make_windows(loaded, texts, length, **where) for length in lengths}
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a run measures and what it writes.
+
+    Attributes:
+        name: Of its files.
+        methods_at: The methods at a length.
+        lengths: The lengths, of the trained one.
+        write: Tables and files from all records and the model's name.
+        experiment: The field of this name in its records.
+    """
+
+    name: str
+    methods_at: Callable[[int], Sequence[Method]]
+    lengths: Callable[[int | None], Sequence[int]]
+    write: Callable[[cli.Session, Sequence[Record], str], None]
+    experiment: str | None = None
+
+
+def command(
+    context: typer.Context,
+    given: cli.Comparison,
+    texts: Texts,
+    run: cli.Run,
+    top_k: list[str] | None = typer.Option(None, help="Keys kept, count or fraction; repeatable."),
+    held_out: bool = typer.Option(
+        False, "--held-out", help="The default on windows it was not tuned on, beside a window that reads as much."
     ),
-    documents: int | None = typer.Option(None, min=1, help="Documents at most."),
-    skip_short: bool = typer.Option(False, "--skip-short", help="Leave out documents that are too short."),
     tuning: bool = typer.Option(
-        False, "--tuning", help="default: windows drawn by --seed, apart from the reported ones."
+        False, "--tuning", help="With --held-out: windows drawn by --seed, apart from the reported ones."
     ),
     parallel: bool = typer.Option(
         False,
@@ -71,156 +128,164 @@ def command(
 ) -> None:
     """Measure the loss of a language model on long documents under exact, local-only and replaced attention.
 
-    `--experiment default` measures the default on windows it was not tuned on, in the given documents and in
-    Python's own; a further model joins the table with `--resume --out DIR`.
+    `--held-out` measures the default on windows it was not tuned on, in the given documents and in Python's own; a
+    further model joins the table with `--resume --out DIR`.
 
     Example: prescore perplexity --method key-diff --method default --top-k 64 --top-k 256 -n 4096 --out runs/first
 
-    Example: prescore perplexity --experiment appendix-a -d book.txt --out runs/appendix-a   (--resume goes on)
+    Example: prescore perplexity --held-out -n 8192 -d book.txt --out runs/default   (--resume goes on)
 
     Example: torchrun --nproc-per-node 4 -m prescore perplexity --method paper:kmeans -n 8192 --parallel
     """
-    from prescore import checks
-    from prescore.bench.language import held_out, tables
-    from prescore.bench.language.documents import load_documents
+    if tuning and not held_out:
+        raise ValueError("tuning must come with --held-out, got --tuning alone")
+    if held_out:
+        cli.refuse_options(context, _NOT_HELD_OUT, "--held-out")
+        _measure_held_out(given, texts.document, run, tuning)
+        return
     from prescore.bench.language.grid import grid_methods
-    from prescore.bench.language.perplexity import has_tokens, loss_row, make_windows
-    from prescore.paper import grids as experiments
 
-    is_held_out = experiment == held_out.HELD_OUT
-    fields, places, seed = given.fields, cli.read_layers(given.layers), run.seed
-    leaf, length = given.leaf, given.length
-    if run.quick:
-        as_it_is = experiment == held_out.HELD_OUT
-        length = length or [_QUICK_DEFAULT_LENGTH if as_it_is else cli.QUICK_LENGTH]
-        leaf, documents, top_k = leaf or cli.QUICK_LEAF, documents or 1, top_k or [cli.QUICK_TOP_K]
-    if experiment in _ELSEWHERE:
-        raise ValueError(
-            f"experiment must be of a language model, got {experiment!r}: run {_ELSEWHERE[experiment]}"
-        )
-    if experiment is not None:
-        checks.one_of("experiment", experiment, (*experiments.EXPERIMENTS, held_out.HELD_OUT))
-        cli.refuse_options(
-            context, _OF_HELD_OUT if is_held_out else _OF_EXPERIMENTS, f"the experiment {experiment}"
-        )
-    for name, value in {"coupling": coupling, "sinks": sinks}.items():
-        if value and experiment is None:
-            raise ValueError(f"{name} must come with an experiment, got {value!r} without one")
-    if tuning and not is_held_out:
-        raise ValueError(f"tuning must come with the experiment {held_out.HELD_OUT}, got {experiment!r}")
-    if experiment is None:
-        budgets = [cli.read_budget(text) for text in top_k or ()]
-        methods_at = partial(grid_methods, given.method or (), leaf=leaf, top_k=budgets, changes=fields)
-    else:
-        options: Values = {"leaf": leaf, "sinks": sinks, "coupling": coupling, "changes": fields}
-        options["scorers"] = given.method or ()
-        methods_at = partial(experiments.experiment_methods, experiment, **options)
-    # bad options and documents are refused before anything is loaded
-    if is_held_out:
-        methods, texts = held_out.held_out_methods(fields), held_out.held_out_texts(document)
-    else:
-        methods_at(length=_TYPICAL_LENGTH)
-        skip_short = skip_short or document is None
-        texts = load_documents(document, limit=None if skip_short else documents)
-    name = experiment or "perplexity"
-    writes = ("default.md",) if is_held_out else (f"{name}*.csv", f"{name}*.png")
-    with cli.parallel_session("perplexity", run, parallel, given.device, writes) as (session, ranks):
+    leaf = given.leaf or (cli.QUICK_LEAF if run.quick else None)
+    words = top_k or ([cli.QUICK_TOP_K] if run.quick else [])
+    budgets = [cli.read_budget(text) for text in words]
+
+    def methods_at(length: int) -> list[Method]:
+        return grid_methods(given.method or (), length, leaf=leaf, top_k=budgets, changes=given.fields)
+
+    longest = cli.QUICK_LENGTH if run.quick else _TYPICAL_LENGTH
+    losses = Losses(COMMAND, methods_at, lambda trained: [min(trained or longest, longest)], _write)
+    measure_losses(losses, given, texts, run, parallel=parallel)
+
+
+def measure_losses(
+    losses: Losses, given: cli.Comparison, texts: Texts, run: cli.Run, *, parallel: bool = False
+) -> None:
+    """Measure every method on every window; bad options are refused before the model is loaded."""
+    from prescore.bench.language.grid import is_random
+    from prescore.bench.language.perplexity import loss_row
+    from prescore.bench.language.tables import summarise
+
+    layers = cli.read_layers(given.layers)
+    losses.methods_at(_TYPICAL_LENGTH)
+    documents = texts.load(run.quick)
+    writes = (f"{losses.name}*.csv", f"{losses.name}*.png")
+    with cli.parallel_session(COMMAND, run, parallel, given.device, writes) as (session, ranks):
         loaded = given.load()
-        row = partial(loss_row, loaded, experiment=experiment, layers=places, seed=seed, group=ranks)
         # a damaged result is refused before hours of measuring
         with session.reading():
-            (held_out.held_out_tables if is_held_out else tables.summarise)(list(session.file))
-        if is_held_out:
-            tokenized = [held_out.TokenizedText.of(loaded, text) for text in texts]
-            for n_tokens in length or held_out.LENGTHS:
-                _measure_held_out(session, row, tokenized, methods, n_tokens, seed if tuning else None)
-            with session.reading():
-                _write_held_out(session)
-            return
-        lengths = length or experiments.default_lengths(experiment, loaded.trained_length)
-        if skip_short:
-            needed = offset + windows * max(lengths)
-            long = [text for text in texts if has_tokens(loaded, text, needed)]
-            left_out = ", ".join(text.name for text in texts if text not in long)
-            if not long:
-                raise ValueError(f"documents must have one of at least {needed} tokens, got {len(texts)} shorter")
-            if left_out:
-                session.say(f"left out, with fewer than {needed} tokens: {left_out}")
-            texts = long[:documents]
-        by_length = {n_tokens: methods_at(length=n_tokens) for n_tokens in lengths}
-        rows = []
-        for n_tokens, own in by_length.items():
-            read = make_windows(loaded, texts, n_tokens, first=first, offset=offset, per_document=windows)
-            rows += [row(window, each) for each in own for window in read]
+            summarise(list(session.file))
+        lengths = given.length or losses.lengths(loaded.trained_length)
+        by_length = {length: losses.methods_at(length) for length in lengths}
+        windows = texts.read(session, loaded, documents, lengths, run.quick)
+        rows = [
+            loss_row(loaded, window, method, experiment=losses.experiment, layers=layers, seed=seed, group=ranks)
+            for length, methods in by_length.items()
+            for method in methods
+            for window in windows[length]
+            for seed in range(run.seed, run.seed + (texts.seeds if is_random(method) else 1))
+        ]
         records = session.run(rows)
         cli.say_what_is_exact(session, by_length)
-        if session.quiet:
-            return
-        with session.reading():
-            _write_results(session, records, experiment, loaded.name)
+        if not session.quiet:
+            with session.reading():
+                losses.write(session, records, loaded.name)
 
 
-def _write_results(session: cli.Session, records: Sequence[Record], experiment: str | None, model: str) -> None:
-    """The table on the terminal, CSV files and plots in the run's directory."""
+def _write(session: cli.Session, records: Sequence[Record], model: str) -> None:
+    """The table on the terminal, a CSV file and a plot of every length in the run's directory."""
     from prescore.bench.language import tables
-    from prescore.paper.tables import paper_csv, plot_experiment
+    from prescore.bench.language.plots import plot_losses
 
-    summaries, name = tables.summarise(records), experiment or "perplexity"
+    summaries = tables.summarise(records)
     note = "gap closed = (local - loss) / (local - exact); attention = inside the attention functions, one forward"
-    title = f"{name}: {tables.describe_run(summaries, model)}"
-    session.show(tables.loss_table(summaries, title, note).to_rich())
-    made = {f"{name}.csv": tables.full_csv(summaries), f"{name}-as-printed.csv": paper_csv(summaries)}
-    files = {file: text for file, text in made.items() if text is not None}
-    for file, text in files.items():
-        _write(session.out / file, text)
-    # a picture is for one length
-    lengths = sorted({summary.n_tokens for summary in summaries})
-    for length in lengths if len(lengths) > 1 else [None]:
-        inside = [summary for summary in summaries if length in (None, summary.n_tokens)]
-        file = f"{name}.png" if length is None else f"{name}-{length}.png"
-        files[file] = ""
-        title = f"{name}: {tables.describe_run(inside, model)}"
-        plot_experiment(experiment, inside, session.out / file, title)
-    session.say(f"records: {session.file.path}; also {', '.join(files)}")
+    session.show(
+        tables.loss_table(summaries, f"{COMMAND}: {tables.describe_run(summaries, model)}", note).to_rich()
+    )
+    files = {f"{COMMAND}.csv": tables.full_csv(summaries)}
+    save_losses(session, COMMAND, files, summaries, model, plot_losses)
 
 
-def _measure_held_out(
+def save_losses(
     session: cli.Session,
-    row: Callable[[Window, Method], Row],
-    texts: Sequence[TokenizedText],
-    methods: Sequence[Method],
-    length: int,
-    tuning_seed: int | None,
+    name: str,
+    files: Mapping[str, str],
+    summaries: Sequence[Summary],
+    model: str,
+    plot: Callable[[Sequence[Summary], Path, str], None],
 ) -> None:
-    """Reported windows, or with a seed tuning windows; a sliding window reads as much as `Routed` on each."""
-    from prescore.bench.language.held_out import held_out_windows, window_like
-    from prescore.config import Routed
+    """Write text files by name, and a picture of every length."""
+    from prescore.bench.language.tables import describe_run, group_by
+
+    for file, text in files.items():
+        write_text(session.out / file, text)
+    groups, pictures = group_by(summaries, lambda summary: summary.n_tokens), []
+    for length, inside in groups.items():
+        pictures.append(f"{name}-{length}.png" if len(groups) > 1 else f"{name}.png")
+        plot(inside, session.out / pictures[-1], f"{name}: {describe_run(inside, model)}")
+    session.say(f"records: {session.file.path}; also {', '.join([*files, *pictures])}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """A file that is there as a whole or not at all."""
+    with replacing(path) as working:
+        working.write_text(text, encoding="utf-8")
+
+
+# The default on held-out windows.
+
+
+def _measure_held_out(given: cli.Comparison, sources: Sequence[str] | None, run: cli.Run, is_tuning: bool) -> None:
+    from prescore.bench.language import held_out
+    from prescore.bench.language.perplexity import loss_row
+
+    methods, texts = held_out.held_out_methods(given.fields), held_out.held_out_texts(sources)
+    lengths = given.length or ([_QUICK_DEFAULT_LENGTH] if run.quick else held_out.LENGTHS)
+    session = run.open(COMMAND, given.device, writes=("default.md",))
+    loaded, layers = given.load(), cli.read_layers(given.layers)
+    row = partial(loss_row, loaded, experiment=held_out.HELD_OUT, layers=layers, seed=run.seed)
+    with session.reading():
+        held_out.held_out_tables(list(session.file))
+    tokenized = [held_out.TokenizedText.of(loaded, text) for text in texts]
+    for length in lengths:
+        windows = _held_out_windows(session, tokenized, length, run.seed if is_tuning else None)
+        _measure_windows(session, row, windows, methods)
+    with session.reading():
+        tables = held_out.held_out_tables(list(session.file))
+        session.show(*(table.to_rich() for table in tables))
+        write_text(session.out / "default.md", "\n".join(table.to_markdown() for table in tables))
+        session.say(f"records: {session.file.path}; also default.md")
+
+
+def _held_out_windows(
+    session: cli.Session, texts: Sequence[TokenizedText], length: int, tuning_seed: int | None
+) -> list[Window]:
+    """Reported windows, or with a seed tuning windows."""
+    from prescore.bench.language.held_out import held_out_windows
 
     windows: list[Window] = []
     for text in texts:
-        own = held_out_windows(text, length, tuning_seed)
-        if not own:
+        inside = held_out_windows(text, length, tuning_seed)
+        if not inside:
             session.say(f"left out at {length} tokens: {text.name}, which has {len(text.tokens)}")
-        windows += own
+        windows += inside
     if not windows:
         raise ValueError(f"length must be at most that of the longest text, got {length}")
+    return windows
+
+
+def _measure_windows(
+    session: cli.Session,
+    row: Callable[[Window, Method], Row],
+    windows: Sequence[Window],
+    methods: Sequence[Method],
+) -> None:
+    """The methods, and a sliding window that reads as much as `Routed` on each."""
+    from prescore.bench.language.held_out import window_like
+    from prescore.config import Routed
+
     pairs = [(window, method) for window in windows for method in methods]
     measured = zip(pairs, session.run([row(*pair) for pair in pairs]), strict=True)
     defaults = [(window, record) for (window, method), record in measured if isinstance(method.config, Routed)]
     with session.reading():
         alike = [row(window, window_like(record)) for window, record in defaults]
     session.run(alike)
-
-
-def _write_held_out(session: cli.Session) -> None:
-    from prescore.bench.language.held_out import held_out_tables
-
-    tables = held_out_tables(list(session.file))
-    session.show(*(table.to_rich() for table in tables))
-    _write(session.out / "default.md", "\n".join(table.to_markdown() for table in tables))
-    session.say(f"records: {session.file.path}; also default.md")
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as working:
-        working.write_text(text, encoding="utf-8")

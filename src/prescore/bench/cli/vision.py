@@ -28,7 +28,7 @@ _KEEP_PREFIX = {"protected": (True,), "free": (False,), "both": (True, False)}
 
 @dataclass(frozen=True)
 class VisionOptions:
-    """Options of `vision` and `coverage`: a model on images, and a grid of settings."""
+    """A model on images, and a grid of settings."""
 
     model: str | None = typer.Option(
         None,
@@ -67,8 +67,8 @@ class VisionOptions:
         given = {name: tuple(values) for name, values in options.items() if values}
         return {**given, "keep_prefix": _KEEP_PREFIX[prefix]}
 
-    def study(self, quick: bool) -> Study:
-        """The model on its images; without either, the digits."""
+    def study(self, quick: bool, *, may_train: bool = True) -> Study:
+        """The model on its images; without either, the digits, on which a model is trained once if it may."""
         from prescore.bench.vision import models
         from prescore.bench.vision.accuracy import Study
 
@@ -89,14 +89,22 @@ class VisionOptions:
                     raise ValueError(
                         f"{name} must be given with a model and images, got {name} {value} for the digits"
                     )
-            epochs = models.QUICK_EPOCHS if quick else models.EPOCHS
-            model = str(models.digits_model(epochs=epochs, report=partial(print, file=sys.stderr, flush=True)))
+            epochs = models.QUICK_EPOCHS if quick and may_train else models.EPOCHS
+            report = partial(print, file=sys.stderr, flush=True) if may_train else _refuse_training
+            model = str(models.digits_model(epochs=epochs, report=report))
             test = models.load_digits()[1]
             data = models.Digits(test.pixels[:limit], test.labels[:limit])
             described |= {"model": f"digits ({epochs} epochs)", "images": "digits"}
         described["n_images"] = len(data)
         loaded = models.load_vision_model(model, arch=self.arch, resolution=self.resolution, device=self.device)
         return Study(loaded, data, described, self.batch_size, self.device)
+
+
+def _refuse_training(progress: str) -> None:
+    raise ValueError(
+        "--quick must come with --model and --images, or after a run without it, because it trains no model, "
+        f"got {progress!r}"
+    )
 
 
 def command(

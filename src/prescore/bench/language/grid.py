@@ -6,7 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from prescore.bench.methods import EXACT, TOP_K, Method, Sizes, check_changes, leaf_of, local_only, parse_method
+from prescore.bench.methods import (
+    EXACT,
+    TOP_K,
+    Baseline,
+    Method,
+    Sizes,
+    check_changes,
+    leaf_of,
+    local_only,
+    parse_method,
+)
 from prescore.bench.records import Values
 from prescore.config import Hyper, Lsh, Selected
 
@@ -58,3 +68,10 @@ def check_set(changes: Mapping[str, Any], taken: Mapping[str, str], methods: Seq
 def unique(methods: Iterable[Method]) -> list[Method]:
     """Every method once."""
     return list({repr(method.describe()): method for method in methods}.values())
+
+
+def is_random(method: Method) -> bool:
+    """Whether the seed can change what a method computes."""
+    if isinstance(method.config, Baseline):
+        return method.config.name in ("performer", "reformer")
+    return isinstance(method.config, Hyper | Selected)

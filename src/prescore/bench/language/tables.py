@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ class Summary:
     Attributes:
         label, config, axes: The method.
         n_tokens, layers: Where it was measured.
-        losses: Loss in nats by document (mean over seeds).
+        runs: Loss in nats by document and seed.
         reads_per_query: Keys and centroids read.
         attention_seconds: Inside the attention functions, per forward.
         forward_seconds: Whole forward and loss.
@@ -58,7 +58,7 @@ class Summary:
     axes: Values
     n_tokens: int
     layers: Any
-    losses: dict[str, float]
+    runs: dict[tuple[str, int | None], float]
     reads_per_query: float | None
     attention_seconds: float
     forward_seconds: float
@@ -80,14 +80,19 @@ class Summary:
         return self.config.get("type") == "Local"
 
     @property
+    def losses(self) -> dict[str, float]:
+        """Loss in nats by document, mean over seeds."""
+        return _means(self.runs, 0)
+
+    @property
     def loss(self) -> float:
         """Mean over documents, nats per token."""
         return statistics.fmean(self.losses.values())
 
     @property
     def half_width(self) -> float | None:
-        """Half of the 95 % confidence interval over documents; None for one document."""
-        return confidence_half_width(list(self.losses.values()))
+        """Half of the 95 % interval over documents or over seeds, the wider one; None for one run."""
+        return half_width(self.runs)
 
     @property
     def perplexity(self) -> float:
@@ -98,6 +103,21 @@ class Summary:
     def published_perplexity(self) -> float:
         """As the paper's scripts compute it: the mean over documents of 2 to the loss in nats."""
         return statistics.fmean(2.0 ** min(loss, 1000.0) for loss in self.losses.values())
+
+
+def half_width(runs: Mapping[tuple[str, int | None], float]) -> float | None:
+    """Half of the 95 % interval of the mean over documents x seeds; None for one run.
+
+    The wider of two: over documents (each a mean over seeds), and over seeds (each a mean over documents).
+    """
+    widths = [confidence_half_width(list(_means(runs, place).values())) for place in (0, 1)]
+    return max((width for width in widths if width is not None), default=None)
+
+
+def _means(runs: Mapping[tuple[str, int | None], float], place: int) -> dict[Any, float]:
+    """Means by document (place 0) or by seed (place 1)."""
+    groups = group_by(runs, lambda key: key[place])
+    return {name: statistics.fmean(runs[key] for key in keys) for name, keys in groups.items()}
 
 
 def confidence_half_width(values: Sequence[float]) -> float | None:
@@ -113,16 +133,15 @@ def confidence_half_width(values: Sequence[float]) -> float | None:
 def summarise(records: Sequence[Record]) -> list[Summary]:
     """Group loss records by method, length and layers, in the order of first appearance."""
     fields = ("model", "dtype", "n_tokens", "layers", "method")
-    own = [record for record in records if record.config.get("part") == "loss"]
-    groups = group_by(own, lambda record: repr([record.config[field] for field in fields]))
+    losses = [record for record in records if record.config.get("part") == "loss"]
+    groups = group_by(losses, lambda record: repr([record.config[field] for field in fields]))
     summaries = [_summary(group) for group in groups.values()]
     return [_compare(summary, summaries) for summary in summaries]
 
 
 def _summary(group: Sequence[Record]) -> Summary:
     config, method = group[0].config, group[0].config["method"]
-    documents = group_by(group, lambda record: f"{record.config['document']}@{record.config['digest']}")
-    losses = {name: statistics.fmean(result(r, "loss") for r in own) for name, own in documents.items()}
+    runs = {(f"{r.config['document']}@{r.config['digest']}", r.seed): result(r, "loss") for r in group}
     reads = [result(r, "reads_per_query") for r in group if r.results.get("reads_per_query", "") is not None]
     processor: list[Any] = [record.results.get("attention_processor_seconds") for record in group]
     # records of schema 1 were fitted on a sample, which today's configurations are not
@@ -133,7 +152,7 @@ def _summary(group: Sequence[Record]) -> Summary:
         axes=method["axes"],
         n_tokens=config["n_tokens"],
         layers=config["layers"],
-        losses=losses,
+        runs=runs,
         reads_per_query=statistics.fmean(reads) if reads else None,
         attention_seconds=statistics.fmean(result(record, "attention_seconds") for record in group),
         forward_seconds=statistics.fmean(result(record, "forward_seconds") for record in group),
@@ -151,7 +170,8 @@ def _compare(summary: Summary, summaries: Sequence[Summary]) -> Summary:
     # of several local ones the one with the same leaves
     leaf = summary.config.get("min_seq_len", summary.config.get("chunk_size"))
     local = min((s for s in same if s.is_local), key=lambda s: s.config.get("chunk_size") != leaf, default=None)
-    above = [summary.losses[n] - exact.losses[n] for n in summary.losses if n in exact.losses]
+    # exact attention has one seed
+    above = {key: loss - exact.losses[key[0]] for key, loss in summary.runs.items() if key[0] in exact.losses}
     gap = None
     shared = [n for n in summary.losses if local and n in exact.losses and n in local.losses]
     if local and shared:
@@ -161,8 +181,8 @@ def _compare(summary: Summary, summaries: Sequence[Summary]) -> Summary:
     return replace(
         summary,
         gap_closed=gap,
-        above_exact=statistics.fmean(above) if above else None,
-        above_exact_half_width=confidence_half_width(above),
+        above_exact=statistics.fmean(above.values()) if above else None,
+        above_exact_half_width=half_width(above),
         speed_up=exact.attention_seconds / summary.attention_seconds if summary.attention_seconds > 0 else None,
     )
 

@@ -69,7 +69,7 @@ class Sweep:
     rules: tuple[str, ...] = RULES
     seeds: tuple[int, ...] = tuple(range(10))
     powers: tuple[float, ...] = (1.0, 1.5, 2.0, 3.0)
-    degree: int = 2
+    degrees: tuple[int, ...] = (2,)
     norm: float = 100.0
     n_queries: int = 256
     restarts: int = 4
@@ -102,7 +102,9 @@ def _recall_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
     if LEWIS in (sweep.methods or list_scorers()):
         methods += [(LEWIS, p) for p in sweep.powers if p < 4 and p != 2]
     rows = []
-    for (name, power), (reading, normalize, rotated) in itertools.product(methods, VARIANTS):
+    for (name, power), (reading, normalize, rotated), degree in itertools.product(
+        methods, VARIANTS, sweep.degrees
+    ):
         has_rule = "rule" in _fields(name)
         config = {
             "part": "recall",
@@ -112,7 +114,7 @@ def _recall_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
             **({"rotated": True} if rotated else {}),
             "method": f"{name} p={power:g}" if name in (LEWIS, "minkowski") else name,
             "rules": list(sweep.rules) if has_rule else [NO_RULE],
-            "degree": sweep.degree,
+            "degree": degree,
             "n_queries": sweep.n_queries,
         }
         measure = partial(_measure_recall, setting, config, name, power, seed)

@@ -108,6 +108,22 @@ def planted_plot(records: Sequence[Record], setting: Setting, path: str | Path) 
             panel.set(title=title, xlabel="recall", xlim=(0, 1.15))
 
 
+def claim_plot(records: Sequence[Record], path: str | Path) -> None:
+    """Share of the seeds and settings in which each statement held."""
+    held: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        if record.config["part"] == "claims":
+            for check in record.results["checks"]:
+                name = f"{check['claim']}, {record.config['reading']}: {check['quantity']}"
+                held[name].append(float(check["held"]))
+    with figure(path, (9, 1.2 + 0.3 * len(held))) as (_, axes):
+        means = [statistics.fmean(values) for values in held.values()]
+        bars(
+            axes, list(held), means, [0.0] * len(held), [COLOURS[0] if mean == 1 else COLOURS[3] for mean in means]
+        )
+        axes.set(title="Statements that held", xlabel="share of seeds and settings", xlim=(0, 1.15))
+
+
 def _setting(record: Record) -> Setting:
     return tuple(record.config[name] for name in _SETTING)
 
