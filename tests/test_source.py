@@ -53,6 +53,8 @@ def forbidden_imports(module, tree):
     for name in imports(tree):
         if below(name, "bench") and not below(module, "bench", "paper") and module != "prescore.__main__":
             yield f"imports {name}: nothing but bench and paper imports bench"
+        if below(name, "paper") and not below(module, "paper"):
+            yield f"imports {name}: nothing but paper imports paper"
         engines = [engine for engine in ("selected", "routed") if below(module, engine) or below(name, engine)]
         if len(engines) == 2 and below(module, *engines):
             yield f"imports {name}: the engines do not import each other"
@@ -104,6 +106,7 @@ def test_no_module_does_what_is_forbidden():
 
 ALLOWED = [
     ("bench.tables", "import matplotlib\nfrom prescore.bench import plots"),
+    ("paper.tables", "from prescore.bench import plots\nfrom prescore.paper import printed"),
     ("engines", "from prescore.selected import attention\nfrom prescore.routed import layout"),
     ("registry", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import prescore.bench"),
     ("call", "torch.zeros(2, dtype=t, device=d)\nx.new_zeros(2)\ntorch.zeros_like(x)\nnp.zeros(3)"),
@@ -118,6 +121,8 @@ ALLOWED = [
         *ALLOWED,
         ("call", "from prescore import bench"),
         ("integrations.apply", "def f():\n    import prescore.bench.tables"),
+        ("bench.cli.vision", "from prescore.paper import printed"),
+        ("call", "import prescore.paper"),
         ("selected.plan", "from prescore.routed import attention"),
         ("routed.layout", "from prescore.selected.plan import make_plan"),
         ("ops.cpu", "from prescore.ops import plain"),

@@ -164,7 +164,7 @@ def commands(scratch: Path) -> dict[str, list[str]]:
     text.write_text("The keys that matter are few, and centroids represent the others. " * 20)
     lines = (
         f"perplexity --model {model} -d {text} -n 128 --method paper:kmeans --method key-norm --top-k 8 --top-k 9",
-        "planted --quick --n 400 --d 4 --method key-norm --method kmeans --rule nearest",
+        "paper planted --quick --n 400 --d 4 --method key-norm --method kmeans --rule nearest",
         "speed --quick -n 64 -n 128 --dim 16 --n-heads 1 --method default --method hyper --method paper:kmeans",
     )
     return {line.split()[0]: line.split() for line in lines}

@@ -17,7 +17,7 @@ study() { # FOLDER ARGUMENTS...
 heavy() { # FOLDER ARGUMENTS...
     local folder=$1
     shift
-    prescore coverage --model "$data/deit_tiny_patch16_224.safetensors" --images "$data/imagenet_val_1000" \
+    prescore paper appendix-g --model "$data/deit_tiny_patch16_224.safetensors" --images "$data/imagenet_val_1000" \
         --batch-size 25 --threads "$threads" --resume --out "$out/$folder" "$@"
 }
 

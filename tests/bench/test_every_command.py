@@ -13,7 +13,7 @@ from prescore.bench.baselines import REGISTERED
 from prescore.bench.cli.main import _build, main
 
 ROOT = Path(__file__).parent.parent.parent
-ELSEWHERE = ("planted", "speed", "demo")
+ELSEWHERE = ("paper", "speed", "demo")
 """Commands that take more than a few seconds as written. Tests of their own run smaller calls."""
 WITHOUT_RECORDS = ("info", "save-heads", "records", "plot")
 
@@ -44,14 +44,17 @@ def extension(tmp_path):
 
 
 def test_the_page_has_every_command():
-    commands = {group.name for group in _build().registered_commands}
+    application = _build()
+    commands = {group.name for group in (*application.registered_commands, *application.registered_groups)}
     assert {line[0] for line in documented()} | {"demo"} == commands
 
 
 def test_the_examples_of_the_help_have_such_options():
     typer = pytest.importorskip("typer")
     common, found = {"--seed", "--out", "--json", "--resume", "--quick", "--threads"}, 0
-    for name, command in typer.main.get_command(_build()).commands.items():
+    commands = typer.main.get_command(_build()).commands
+    items = {f"paper {name}": command for name, command in commands.pop("paper").commands.items()}
+    for name, command in {**commands, **items}.items():
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         assert name in WITHOUT_RECORDS or known >= common  # every command that measures has them
         for line in re.findall(r"Example: prescore ([^\n(]*)", command.help):

@@ -90,7 +90,7 @@ def run(saved, tmp_path, monkeypatch):
     short = {TOPICS: 2000, SOURCE: 1400}
     replaced = {name: Document(name, whole(name).text[:size]) for name, size in short.items()}
     monkeypatch.setattr(documents, "_python_document", lambda name: replaced.get(name) or whole(name))
-    words = ["perplexity", "--experiment", "default", "--model", saved, "-d", str(tmp_path / "novel.txt")]
+    words = ["perplexity", "--held-out", "--model", saved, "-d", str(tmp_path / "novel.txt")]
     words += ["-n", "64", "-n", "256", *(word for change in SMALL for word in ("--set", change))]
     return lambda *options: main([*words, "--out", str(tmp_path / "run"), *options])
 

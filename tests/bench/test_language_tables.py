@@ -1,61 +1,22 @@
-"""Summaries, tables, CSV and plots of the language experiments."""
+"""Summaries, tables and plots of losses."""
 
-import csv
-import io
-import itertools
 import math
 
 import pytest
+from loss_records import draw, record, references
 
 from prescore.bench.language import tables
+from prescore.bench.language.plots import plot_losses
 from prescore.bench.language.tables import loss_table, summarise
-from prescore.bench.records import Record
 from prescore.bench.tables import percent
-from prescore.paper.tables import holds_for, paper_csv, plot_experiment
 
 
-def record(label, loss, document="a", n_tokens=4096, config=None, **axes):
-    kind = {"exact": "Exact", "local only": "Local"}.get(label, "Selected")
-    method = {"label": label, "config": {"type": kind, **(config or {})}, "axes": axes}
-    where = {"model": "tiny", "dtype": "float32", "document": document, "digest": "0", "n_tokens": n_tokens}
-    results = {"loss": loss, "reads_per_query": 10.0, "attention_seconds": 0.5, "forward_seconds": 1.0}
-    config = {"part": "loss", **where, "layers": "all", "method": method}
-    return Record("perplexity", f"{label}-{document}-{n_tokens}", config, 0, results, 1.0)
-
-
-def references(exact=2.0, local=3.0, **options):
-    return [record("exact", exact, **options), record("local only", local, **options)]
-
-
-def cell(scorer, top_k, loss, samples=256, inclusive=False, coupling="corrected", leaf=512):
-    """A method at an eighth of the paper's length, its counts as the paper prints them."""
-    axes = {"top_k": top_k // 8, "paper_top_k": top_k, "fraction": top_k / 32768, "coupling": coupling}
-    axes |= {"sample_size": samples // 8, "paper_sample_size": samples, "leaf_inclusive": inclusive}
-    config, name = {"top_k": top_k // 8, "min_seq_len": leaf}, "none" if top_k == 0 else scorer
-    label = f"{name}{top_k}{samples}{inclusive}{coupling}"
-    return record(label, loss, config=config, scorer=name, **axes)
-
-
-def grid():
-    cells = [
-        cell(scorer, top_k, 2.1 + 0.01 * top_k / 32 + 0.1 * inclusive + 0.001 * number, samples, inclusive)
-        for number, scorer in enumerate(("kmeans", "leverage"))
-        for samples, top_k, inclusive in itertools.product((256, 0), (0, 32, 2048), (False, True))
-    ]
-    return [*references(), *{one.key: one for one in cells}.values()]
-
-
-def printed(records):
-    """The file with the paper's columns, as a list of dictionaries."""
-    return list(csv.DictReader(io.StringIO(paper_csv(summarise(records)))))
-
-
-def test_results_that_are_nan_or_absent_are_shown_and_not_fatal(drawn):
+def test_results_that_are_nan_or_absent_are_shown_and_not_fatal(monkeypatch, tmp_path):
     records = [record("x", "nan"), *references()]
     records[0].results["reads_per_query"] = None  # a forward without a causal layer
     assert "nan" in loss_table(summarise(records), "t").to_markdown()
     assert "nan" in tables.full_csv(summarise(records))
-    drawn(None, records)
+    draw(monkeypatch, tmp_path / "picture.png", plot_losses, summarise(records))
 
 
 def test_losses_are_averaged_over_documents_with_students_interval():
@@ -102,68 +63,21 @@ def test_the_table_shows_every_method():
     assert [percent(share) for share in (-0.001, -0.25, None)] == ["0 %", "worse (-25 %)", "-"]
 
 
-def test_the_papers_columns_have_both_leaf_rules_in_the_papers_order():
-    full = list(csv.DictReader(io.StringIO(tables.full_csv(summarise(grid())))))
-    assert (len(full), full[0]["loss a@0"]) == (len(grid()), "2.0")
-    lines = printed(grid())
-    budgets = [("4", "32"), ("256", "32"), ("4", "0"), ("256", "0")]
-    wanted = [("exact", "", ""), ("local only", "", ""), *(("HyperAttention", "0", n) for n in ("32", "0"))]
-    wanted += [(name, *budget) for name in ("K-means", "Leverage") for budget in budgets]
-    assert [(line["Method"], line["Top K"], line["Sample Size"]) for line in lines] == wanted
-    assert float(lines[4]["PPL"]) == pytest.approx(math.exp(2.11))
-    assert float(lines[4]["PPL*"]) == pytest.approx(math.exp(2.21))
-    assert (float(lines[4]["2^loss"]), float(lines[4]["2^loss*"])) == pytest.approx((2**2.11, 2**2.21))
-    assert {(line["Context"], line["Coupling"]) for line in lines[2:]} == {("4096", "corrected")}
-    assert paper_csv(summarise(references())) is None
+def test_losses_are_drawn_against_reads_and_time(monkeypatch, tmp_path):
+    records = [*references(), *(record(f"{name}, 1", 2.5) for name in ("x", "y")), record("default, 1", 2.1)]
+    axes = draw(monkeypatch, tmp_path / "picture.png", plot_losses, summarise(records))
+    assert [len(one.get_legend_handles_labels()[1]) for one in axes] == [3] * 2
 
 
-def test_a_budget_that_keeps_every_key_is_every_scorers():
-    records = [
-        cell("none", 0, 2.9),
-        cell("kmeans", 32, 2.8),
-        cell("kmeans", 16384, 2.5, coupling="early"),
-        cell("kmedian", 32, 2.7, coupling="early"),
-        cell("kmedian", 16384, 2.5, coupling="early"),
-        cell("leverage", 32, 2.6, coupling="early"),  # its largest budget is the same computation, and not run
-    ]
-    lines = printed(records)
-    found = [(line["Coupling"], line["Method"], line["Paper's Top K"]) for line in lines]
-    assert found == [
-        *(("corrected", "HyperAttention", "0"), ("corrected", "K-means", "32"), ("early", "K-means", "16384")),
-        *(("early", name, top_k) for name in ("K-median", "Leverage") for top_k in ("32", "16384")),
-    ]
-    losses = [math.log(float(line["PPL"])) for line in lines]
-    assert losses == pytest.approx([2.9, 2.8, 2.5, 2.7, 2.5, 2.6, 2.5])
-    # blocks of 600, 1200, 2400 keys: the last are filtered by the same budget
-    assert not holds_for(summarise([cell("kmeans", 16384, 2.6, leaf=600)])[0], "leverage")
+def test_the_interval_is_the_wider_one_of_documents_and_seeds():
+    def half_width(losses):
+        return summarise([record("x", loss, document=name, seed=seed) for (name, seed), loss in losses.items()])[
+            0
+        ].half_width
 
-
-@pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """Draw a picture; its axes."""
-    from matplotlib.figure import Figure
-
-    figures, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: (figures.append(figure), save(figure, path)))
-
-    def draw(experiment, records):
-        plot_experiment(experiment, summarise(records), tmp_path / "picture.png", "title")
-        assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
-        return figures[-1].axes
-
-    return draw
-
-
-@pytest.mark.parametrize(
-    ("experiment", "n_lines"),
-    [
-        *((name, 6) for name in ("appendix-a", "figure-glm3", "appendix-f")),
-        ("table1", 3),
-        ("baselines", 3),
-        (None, 3),
-    ],
-)
-def test_every_experiment_has_a_picture_with_its_lines(drawn, experiment, n_lines):
-    few = [*references(), *(record(f"{name}, 1", 2.5) for name in ("x", "y")), record("default, 1", 2.1)]
-    axes = drawn(experiment, grid() if n_lines == 6 else few)
-    assert [len(one.get_legend_handles_labels()[1]) for one in axes] == [n_lines] * 2
+    by_document = {("a", 0): 2.0, ("a", 1): 2.0, ("b", 0): 3.0, ("b", 1): 3.0}
+    assert half_width(by_document) == pytest.approx(12.706 * 0.5)
+    by_seed = {("a", 0): 2.0, ("a", 1): 2.4, ("b", 0): 2.0, ("b", 1): 2.4}
+    assert half_width(by_seed) == pytest.approx(12.706 * 0.2)
+    assert half_width({("a", 0): 2.0, ("a", 1): 2.4}) == pytest.approx(12.706 * 0.2)
+    assert half_width({("a", 0): 2.0}) is None

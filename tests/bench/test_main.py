@@ -168,7 +168,7 @@ def test_errors_of_a_command_become_one_sentence(error, code, said, capsys, monk
     ("line", "module", "extra"),
     [
         ("vision --quick", "PIL", "vision"),
-        ("coverage --quick", "transformers.utils", "vision"),
+        ("paper appendix-g --quick", "transformers.utils", "vision"),
         ("info", "transformers.utils", "hf"),
     ],
 )
@@ -238,7 +238,7 @@ def test_progress_without_a_terminal_tells_the_time_left(capsys, monkeypatch):
 
 def test_a_command_continues_a_torn_record_file_and_refuses_a_damaged_one(tmp_path, lines, capsys):
     records = tmp_path / "records.jsonl"
-    line = f"planted --quick --n 400 --d 4 --method key-norm --rule nearest --out {tmp_path} --json"
+    line = f"paper planted --quick --n 400 --d 4 --method key-norm --rule nearest --out {tmp_path} --json"
     assert main(line.split()) == 0
     whole = records.read_bytes()
     before = [(record["key"], record["results"]) for record in lines(tmp_path)]
@@ -258,7 +258,7 @@ def test_a_command_continues_a_torn_record_file_and_refuses_a_damaged_one(tmp_pa
     assert records.read_text() == "no record\n"
 
 
-PLANTED = "planted --quick --n 400 --d 4 --method key-norm --rule nearest --seeds 1"
+PLANTED = "paper planted --quick --n 400 --d 4 --method key-norm --rule nearest --seeds 1"
 
 
 @pytest.mark.parametrize(
@@ -266,8 +266,8 @@ PLANTED = "planted --quick --n 400 --d 4 --method key-norm --rule nearest --seed
     [
         (PLANTED, "planted-mine.png"),
         ("perplexity -d TEXT --model MODEL -n 64 --method exact", "perplexity.csv"),
-        ("perplexity -d TEXT --model MODEL -n 64 --experiment table1", "table1-as-printed.csv"),
-        ("perplexity -d TEXT --model MODEL -n 64 --experiment default", "default.md"),
+        ("paper table1 -d TEXT --model MODEL -n 64", "table1-as-printed.csv"),
+        ("perplexity -d TEXT --model MODEL -n 64 --held-out", "default.md"),
         ("demo -d TEXT --model MODEL -n 128", "index.html"),
         ("speed --quick", "curves.png"),
     ],

@@ -1,31 +1,28 @@
-"""Vision models at a budget of keys, and coverage of heavy entries: images, models, results, commands."""
+"""Vision models at a budget of keys: images, models, results, the command."""
 
 import importlib.util
 import json
-import re
 
 import pytest
 import torch
-from oracles.tiny_language_model import tiny_language_model
 
 if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("PIL") is None:
     pytest.skip("transformers or pillow is not installed", allow_module_level=True)
 
 from PIL import Image
 from safetensors.torch import save_file
+from tiny_images import save_tiny_images, save_tiny_vit
 
 import prescore
 from prescore import KMeans, Selected
 from prescore.bench.cli.main import main
 from prescore.bench.methods import full_budget, image_config
-from prescore.bench.records import Record, measure, read_records, row_key
-from prescore.bench.vision import models, tables
+from prescore.bench.records import read_records, row_key
+from prescore.bench.vision import models
 from prescore.bench.vision.accuracy import Study, accuracy_rows
 from prescore.bench.vision.models import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, load_vision_model, open_folder
 from prescore.integrations.attention import AttentionContext, PrescoredAttention, original_attention
 from prescore.integrations.torchvision import import_timm, mend_torchvision
-from prescore.paper import coverage
-from prescore.paper.coverage import attention_weights, coverage_rows, head_coverage, measure_coverage
 
 mend_torchvision()
 HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
@@ -35,26 +32,12 @@ ALONE = AttentionContext(layer=0)
 
 @pytest.fixture
 def model_folder(tmp_path):
-    from transformers import ViTConfig, ViTForImageClassification
-
-    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
-    model = ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=8, num_labels=5))
-    draw = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.2, generator=draw)
-    model.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return save_tiny_vit(tmp_path / "model")
 
 
 @pytest.fixture
 def image_folder(tmp_path):
-    draw = torch.Generator().manual_seed(1)
-    for number in range(10):
-        folder = tmp_path / "images" / f"class{number // 2}"
-        folder.mkdir(parents=True, exist_ok=True)
-        noise = torch.randint(0, 256, (36, 44, 3), generator=draw, dtype=torch.uint8)
-        Image.fromarray(noise.numpy()).save(folder / f"{number % 2}.png")
-    return tmp_path / "images"
+    return save_tiny_images(tmp_path / "images")
 
 
 @pytest.fixture
@@ -308,17 +291,6 @@ def test_command_measures_records_resumes_and_draws(model_folder, image_folder, 
     assert len(read_records(tmp_path / "run" / "records.jsonl")) == 9
 
 
-def test_the_paper_stands_below_ours_only_where_it_is_comparable(study):
-    (row,) = accuracy_rows(study, methods=("kmeans",), budgets=(32,), n_clusters=(4,))
-    record = measure("vision", row)
-    assert [row[0] for row in tables.accuracy_table([record]).rows] == ["kmeans, 4 clusters"]
-    # the paper printed budgets out of 197 tokens; this model has 17
-    record.results["n_tokens"], record.config["budget"] = 197, 32
-    (_, *paper) = tables.accuracy_table([record]).rows
-    assert paper[0] == ("paper: ViT-S/16 (exact 85.11), kmeans, 4 clusters", "31.34", "-", "-")
-    assert len(paper) == 6  # two lines have nothing at this budget
-
-
 @pytest.mark.slow
 def test_the_digits_model_learns_and_is_trained_once(tmp_path):
     pytest.importorskip("sklearn")
@@ -335,123 +307,3 @@ def test_the_digits_model_learns_and_is_trained_once(tmp_path):
     assert Study(loaded, test, {}).measure(original_attention)["top1"] > 40
     assert models.digits_model(epochs=models.QUICK_EPOCHS, cache=tmp_path, report=lines.append) == folder
     assert len(lines) == 1
-
-
-def test_a_case_solved_by_hand():
-    """Two queries over four keys with known weights."""
-    wanted = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.05, 0.85, 0.05]])
-    query, key = torch.eye(2)[None, None], wanted.log().T[None, None].contiguous()
-    context = AttentionContext(layer=0, scale=1.0)
-    torch.testing.assert_close(attention_weights(query, key, context)[0, 0], wanted)
-    selected = torch.tensor([[[True, False, False, True]]])
-    shares = head_coverage(query, key, selected, context, (0.1, 0.2, 0.9))
-    # above 0.1: keys 0, 1, 2 of the first query and 2 of the second; one of these four is selected
-    assert shares["heavy_0.1"].item() == pytest.approx(1 / 4)
-    assert shares["heavy_0.2"].item() == pytest.approx(1 / 3)
-    assert shares["heavy_0.9"].isnan().item()
-    # entries above 0.1 by column: 1 1 2 0; column 2, and 0 or 1 for the second place: 0 is selected
-    assert shares["columns_0.1"].item() == pytest.approx(1 / 4)
-    # above 0.2: 1 1 1 0, three columns for two places
-    assert shares["columns_0.2"].item() == pytest.approx(1 / 3)
-    assert shares["columns_0.9"].isnan().item()
-    assert shares["mass"].item() == pytest.approx((0.5 + 0.05 + 0.05 + 0.05) / 2)
-
-
-def test_causal_and_grouped_heads():
-    draw = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 4, 6, 8, generator=draw), torch.randn(2, 2, 6, 8, generator=draw)
-    causal = AttentionContext(layer=0, is_causal=True)
-    weights = attention_weights(query, key, causal)
-    assert (weights.triu(1) == 0).all()
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 6))
-    selected = torch.zeros(2, 2, 6, dtype=torch.bool)
-    selected[:, 0, 0] = True
-    shares = head_coverage(query, key, selected, causal, (0.01,))
-    # heads 0 and 1 read the first KV head, whose first key is selected; heads 2 and 3 have no selected key
-    assert (shares["mass"][:, :2] > 0.1).all()
-    assert (shares["mass"][:, 2:] == 0).all()
-
-
-def test_language_models_work_too():
-    model = tiny_language_model(max_positions=64)[0]
-    texts = list(torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0)))
-    observe = coverage.observe_texts(model, texts)
-    results = coverage_rows(observe, {}, methods=("kmeans", "random"), budgets=(8,), n_clusters=(3,))[0].measure()
-    # two sequences, two layers, four query heads
-    assert (results["n_heads"], results["n_keys"]) == (2 * 2 * 4, 24)
-    assert results["chance"] == pytest.approx(8 / 24)
-    assert len(results["mass_layers"]) == 2
-    assert 0 < results["heavy_0.01_mean"] < 1
-
-
-def test_rows_of_a_vision_study(study):
-    grid = {"methods": ("kmeans", "key-norm"), "budgets": (4, 8), "n_clusters": (2, 3), "seeds": (0, 1)}
-    rows = coverage_rows(study.observe, study.described, n_prefix=1, **grid)
-    methods = list({row_key("coverage", row.config, row.seed): row.config["method"] for row in rows}.values())
-    assert [methods.count(name) for name in grid["methods"]] == [2 * 2 * 2, 2]
-    results = rows[0].measure()
-    assert (results["n_heads"], results["n_keys"]) == (10 * 2 * 3, 17)
-    assert set(results) >= {
-        "heavy_0.01_median",
-        "heavy_0.1_mean",
-        "heavy_0.3_without",
-        "columns_0.1_mean",
-        "chance",
-    }
-    empty = measure_coverage(study.observe, Selected("key-norm", 4, sinks=0), (1.0,))
-    assert (empty["heavy_1_mean"], empty["heavy_1_without"]) == (None, empty["n_heads"])
-
-
-@pytest.mark.parametrize("keep_prefix", [True, False])
-def test_a_protected_prefix_is_selected(keep_prefix, study, monkeypatch):
-    selected = []
-    real = coverage.membership
-    monkeypatch.setattr(coverage, "membership", lambda *given: selected.append(real(*given)) or selected[-1])
-    measure_coverage(study.observe, Selected("uniform", 3, sinks=0), (0.1,), keep_prefix=keep_prefix)
-    assert all(keys[..., 0].all() for keys in selected) == keep_prefix
-
-
-@pytest.mark.parametrize("name", ["exact", "centroids", "kmeans+centroids", "routed", "default"])
-def test_methods_that_do_not_only_select_are_refused(name):
-    with pytest.raises(ValueError, match=f"got '{re.escape(name)}'"):
-        coverage_rows(None, {}, methods=(name,))
-
-
-def test_the_median_of_an_even_number_lies_between_the_middle_two():
-    def observe(look):
-        # every query of a head reads one key: the coverage of a head is all or nothing
-        key = torch.eye(4)[None, None].expand(1, 2, 4, 4) * 9.0
-        query = torch.stack([torch.eye(4)[[0] * 4], torch.eye(4)[[3] * 4]])[None] * 9.0
-        look(query, key, ALONE)
-
-    results = measure_coverage(observe, Selected("uniform", 1, sinks=1, remainder="none"), (0.3,))
-    # the first key is selected: it holds all heavy entries of one head and none of the other
-    assert results["heavy_0.3_median"] == results["heavy_0.3_mean"] == 0.5
-
-
-def test_coverage_command(model_folder, image_folder, tmp_path, capsys):
-    line = f"coverage --model {model_folder} --images {image_folder} --samples 4 --out {tmp_path / 'run'}"
-    assert main([*line.split(), "--method", "kmeans", "--method", "random"]) == 0
-    assert "chance" in capsys.readouterr().out
-    records = read_records(tmp_path / "run" / "records.jsonl")
-    assert len(records) == len(tables.coverage_table(records).rows) == 2
-    assert (tmp_path / "run" / "coverage.png").stat().st_size > 1000
-
-
-def test_the_coverage_of_the_paper_stands_below_ours():
-    names = (*(f"{what}_{eps}" for what in ("heavy", "columns") for eps in (0.01, 0.1, 0.3)), "mass")
-    results = {f"{name}_{kind}": 0.25 for name in names for kind in ("median", "mean")}
-    results |= {"chance": 32 / 197, "n_keys": 197}
-    config = {
-        "method": "kmeans",
-        "n_clusters": 4,
-        "keep_prefix": False,
-        "budget": 32,
-        "thresholds": [0.01, 0.1, 0.3],
-    }
-    record = Record("coverage", "a", config, 0, results, 1.0)
-    ours, paper, *_ = tables.coverage_table([record]).rows
-    assert ours == ("kmeans, 4 clusters", "32", *["25 / 25"] * 3, "25 / 25 / 25", "25", "16.2")
-    assert paper == ("paper: ViT-B/16, kmeans", "32", "22.57", "43.89", "43.83", "15.62", "-", "-")
-    results["n_keys"] = 17
-    assert len(tables.coverage_table([record]).rows) == 1

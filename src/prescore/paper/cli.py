@@ -27,6 +27,15 @@ _QUICK_TEXTS = 4
 _DIGIT_BUDGETS = [8, 16, 24, 32]
 
 
+_EXAMPLE = "Example: prescore paper {0} --quick --out runs/{0}"
+_EXAMPLES = {
+    items.LANGUAGE: "Example: prescore paper {0} -n 2048 -d book.txt --seeds 3 --out runs/{0}",
+    items.VISION: "Example: prescore paper {0} --model deit.safetensors --images val --seeds 3 --out runs/{0}",
+    items.SWEEP: "Example: prescore paper {0} --set scorer.n_clusters=8,16,32 --set scorer.noise=0,0.1 -n 1024",
+    items.HEADS: "Example: prescore paper {0} --heads HEADS --seeds 3 --out runs/{0}",
+}
+
+
 class _Group(TyperGroup):
     """The sub-commands; an unknown one is refused with the nearest name."""
 
@@ -42,18 +51,13 @@ def add_to(app: typer.Typer) -> None:
     group.callback()(show_items)
     for item in items.ITEMS.values():
         command = COMMANDS[item.kind](item)
-        command.__doc__ = f"{item.paper}. {item.what}"
+        command.__doc__ = f"{item.paper}. {item.what}\n\n{_EXAMPLES.get(item.kind, _EXAMPLE).format(item.name)}"
         group.command(name=item.name)(cli.with_groups(command))
     app.add_typer(group, name="paper", help="Everything of the paper: alone the list of its items.")
 
 
 def show_items(context: typer.Context, json_lines: bool = typer.Option(False, "--json")) -> None:
-    """Everything of the paper, item by item, with its command, its time here and its record.
-
-    Example: prescore paper table1 -n 2048 -d book.txt --out runs/table1
-
-    Example: prescore paper sweep --set scorer.n_clusters=8,16,32 --seeds 3 -n 1024
-    """
+    """Everything of the paper, item by item, with its command, its time here and its record."""
     if context.invoked_subcommand is not None:
         return
     if json_lines:
@@ -312,7 +316,7 @@ def _heads(item: Item) -> Callable[..., None]:
         if heads is None:
             raise ValueError(
                 "--heads must be a directory of saved heads, got none; "
-                "prescore speed --save-heads HEADS --text-file BOOK.txt --n 4096 makes them"
+                "prescore save-heads --out HEADS -d BOOK.txt -n 16384 makes them"
             )
         layers = find_heads(heads)[: 1 if run.quick else None]
         rows = selections.selection_rows(layers, range(run.seed, run.seed + seeds))

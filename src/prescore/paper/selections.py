@@ -59,13 +59,14 @@ def streaming(keys: Tensor, seed: int = 0) -> Tensor:
     """
     rows = normalize(keys, dim=-1)
     n_clusters = keys.shape[-1] + 1
-    centres = rows[torch.randperm(CHUNK, generator=torch.Generator().manual_seed(seed))[:n_clusters]].clone()
+    chunk = min(CHUNK, len(rows))
+    centres = rows[torch.randperm(chunk, generator=torch.Generator().manual_seed(seed))[:n_clusters]].clone()
     counts = torch.zeros(n_clusters, dtype=rows.dtype)
     for _ in range(10):
         counts.zero_()
-        centres = _moved(rows[:CHUNK], centres, counts, fresh=True)
-    for begin in range(CHUNK, len(rows), CHUNK):
-        centres = _moved(rows[begin : begin + CHUNK], centres, counts)
+        centres = _moved(rows[:chunk], centres, counts, fresh=True)
+    for begin in range(chunk, len(rows), chunk):
+        centres = _moved(rows[begin : begin + chunk], centres, counts)
     return -torch.cdist(rows, centres).amin(-1)
 
 

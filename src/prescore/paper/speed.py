@@ -153,7 +153,10 @@ def share_table(records: Sequence[Record]) -> Table:
     for record in sorted(measured, key=lambda r: (not r.config["causal"], r.config["backward"], r.config["n"])):
         results = record.results["methods"]["paper:kmeans"]
         shares = results["shares"]
-        stages = (shares["scoring"], shares["hashing"] + shares["sorting"], shares["attending"])
+        scoring, hashing, sorting, operator = (
+            shares.get(stage, 0.0) for stage in ("scoring", "hashing", "sorting", "attending")
+        )
+        stages = (scoring, hashing + sorting, operator)
         cells = [f"{100 * share:.0f} %" for share in (results["share_of_bound"], *stages)]
         rows.append((kind_of(record.config), f"{record.config['n']:,}", *cells))
     columns = ("mask and pass", "tokens", "of the ideal speed-up", "scoring", "hashing and sorting", "operator")

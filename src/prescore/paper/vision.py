@@ -27,12 +27,13 @@ QUICK_METHODS = {
 def beside_published(records: Sequence[Record]) -> Table:
     """Top-1 by budget with the paper's rows below; budgets of another number of tokens cannot be compared."""
     table = accuracy_table(records)
-    budgets = sorted({record.config["budget"] for record in records if record.config["method"] != "exact"})
-    rows = [
-        (f"paper: {name}", *(theirs.get(budget, MISSING) for budget in budgets), MISSING, MISSING)
-        for name, theirs in printed.TOP_1.items()
-    ]
-    note = (
-        f"{table.note}; the paper, of {printed.IMAGE_TOKENS} tokens, does not say whether its k-means keys are the"
-    )
-    return replace(table, rows=(*table.rows, *rows), note=f"{note} nearest ones or a sample")
+    known = {budget for theirs in printed.TOP_1.values() for budget in theirs}
+    budgets = sorted({*known, *map(int, table.columns[1:-2])})
+    columns = (table.columns[0], *map(str, budgets), *table.columns[-2:])
+    by_column = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    rows = [tuple(row.get(column, MISSING) for column in columns) for row in by_column]
+    for name, theirs in printed.TOP_1.items():
+        cells = (theirs.get(budget, MISSING) for budget in budgets)
+        rows.append((f"paper: {name}", *cells, MISSING, MISSING))
+    note = f"{table.note}; the paper ({printed.IMAGE_TOKENS} tokens) does not say whether its k-means keys are"
+    return replace(table, columns=columns, rows=tuple(rows), note=f"{note} the nearest ones or a sample")
