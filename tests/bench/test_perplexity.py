@@ -79,28 +79,6 @@ def run(saved, text, tmp_path):
     return lambda *options: main([*given, *options])
 
 
-def test_an_experiment_writes_records_csv_and_a_picture_of_each_length(run, lines, tmp_path):
-    options = "-n 128 -n 256 --experiment appendix-i --sinks 2 --set inner.n_projections=5"
-    assert run(*options.split()) == 0
-    out = tmp_path / "run"
-    written = {f"appendix-i{end}" for end in (".csv", "-as-printed.csv", "-128.png", "-256.png")}
-    assert {path.name for path in out.iterdir()} == {"records.jsonl", *written}
-    methods = [line["config"]["method"] for line in lines(out) if line["config"]["method"]["axes"]]
-    configs = [method["config"] for method in methods]
-    assert {config["sinks"] for config in configs} == {2}
-    assert {config["inner"]["n_projections"] for config in configs if config["type"] == "Selected"} == {5}
-    losses = {}
-    for config, results in ((line["config"], line["results"]) for line in lines(out)):
-        axes = config["method"]["axes"]
-        losses[config["n_tokens"], axes.get("paper_top_k"), axes.get("paper_sample_size")] = results["perplexity"]
-    printed = list(csv.DictReader((out / "appendix-i-as-printed.csv").open(encoding="utf-8")))
-    for row in [row for row in printed if row["Coupling"]]:
-        length, top_k, samples = (int(row[name]) for name in ("Context", "Paper's Top K", "Paper's Sample Size"))
-        assert int(row["Top K"]) == (0 if top_k == 0 else max(1, round(top_k * length / 32768)))
-        assert float(row["PPL"]) == pytest.approx(losses[length, top_k, samples])
-    assert {row["Context"] for row in printed} == {"128", "256"}
-
-
 def test_json_prints_records_only_and_fields_reach_the_configurations_that_have_them(run, capsys):
     options = "-n 64 --method hyper --method paper:kmeans --method default --method streaming --layers 0 --json"
     fields = ("inner.n_projections=3", "scorer.n_clusters=5", "sinks=1", "lsh.n_projections=4", "cluster_size=8")

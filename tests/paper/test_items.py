@@ -121,6 +121,29 @@ def test_a_sweep_measures_every_combination_with_every_seed(run):
     assert float(line["ci95_half_width"]) >= 0
 
 
+def test_an_item_writes_records_csv_and_a_picture_of_each_length(run):
+    options = "--model SAVED -d TEXT -n 128 -n 256 --sinks 2 --set inner.n_projections=5"
+    out = run("appendix-i", options)
+    records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+    ends = (".csv", "-as-printed.csv", "-128.png", "-256.png", *(f"-beside-{n}.csv" for n in range(1, 5)))
+    written = {f"appendix-i{end}" for end in ends}
+    assert {path.name for path in out.iterdir()} == {"records.jsonl", *written}
+    methods = [line["config"]["method"] for line in records if line["config"]["method"]["axes"]]
+    configs = [method["config"] for method in methods]
+    assert {config["sinks"] for config in configs} == {2}
+    assert {config["inner"]["n_projections"] for config in configs if config["type"] == "Selected"} == {5}
+    losses = {}
+    for config, results in ((line["config"], line["results"]) for line in records):
+        axes = config["method"]["axes"]
+        losses[config["n_tokens"], axes.get("paper_top_k"), axes.get("paper_sample_size")] = results["perplexity"]
+    printed = list(csv.DictReader((out / "appendix-i-as-printed.csv").open(encoding="utf-8")))
+    for row in [row for row in printed if row["Coupling"]]:
+        length, top_k, samples = (int(row[name]) for name in ("Context", "Paper's Top K", "Paper's Sample Size"))
+        assert int(row["Top K"]) == (0 if top_k == 0 else max(1, round(top_k * length / 32768)))
+        assert float(row["PPL"]) == pytest.approx(losses[length, top_k, samples])
+    assert {row["Context"] for row in printed} == {"128", "256"}
+
+
 def test_a_run_of_an_item_continues_the_records_of_the_repository(run, tmp_path, capsys):
     options = f"{PLANTED} --method key-norm"
     before = (run("planted", options) / "records.jsonl").read_text()
