@@ -127,7 +127,7 @@ def test_a_step_without_a_key_index_says_which_cache_is_the_reason():
     by_name = tiny("Llama", attn_implementation="prescored", max_position_embeddings=4096)
     for model, options, reason in (
         (tiny("Llama"), {"cache_implementation": "static"}, "StaticCache keeps none"),
-        (mla, {}, "the model computes its keys from what its cache holds, as MLA does"),
+        (mla, {}, "the model computes its keys or values from what its cache holds, as MLA does"),
     ):
         with prescore.apply(model, ROUTED) as applied:
             generate(model, **options)

@@ -375,17 +375,18 @@ class ExternalCache(threading.local):
         elif not 0 < self._n_prompt <= keys.n_keys - n_query:
             self._n_prompt = keys.n_keys - n_query  # the prompt was read elsewhere
         if self.selection is not None and self.selection is not self._compared_to:
-            self._remember(self.selection, keys.key)
+            self._remember(self.selection, keys)
         self._compared_to = self.selection
         return step
 
     def _follow(self, selection: SelectionState, keys: CachedKeys, n_query: int, request: Request) -> None:
         """Keep what the call continues: the selection if it was made from keys that the queries may see."""
         n_selected_from, n_selectable = selection.n_selected_from, _n_selectable(keys.n_keys, n_query)
-        same_prompt = self._equal(keys.key, self._n_probes)
-        if n_selected_from <= n_selectable and same_prompt and self._equal(keys.key, len(self._places)):
-            recent = keys.key[:, :, n_selected_from : n_selected_from + selection.n_since]
-            if not torch.equal(recent, selection.buffer.key[:, :, selection.n_entries :]):
+        same_prompt = self._equal(keys, self._n_probes)
+        if n_selected_from <= n_selectable and same_prompt and self._equal(keys, len(self._places)):
+            since, held = slice(n_selected_from, n_selected_from + selection.n_since), selection.buffer
+            pairs = ((keys.key, held.key), (keys.value, held.value))
+            if not all(torch.equal(new[:, :, since], old[:, :, selection.n_entries :]) for new, old in pairs):
                 selection.crop(0)
             return
         self._cache.clear()
@@ -394,21 +395,23 @@ class ExternalCache(threading.local):
         elif n_selected_from <= n_selectable:
             self._cache.select(keys.until(n_selected_from), request)
 
-    def _remember(self, selection: SelectionState, key: Tensor) -> None:
-        """Keep the keys that identify the text: a few of its prompt, and all later ones selected from."""
+    def _remember(self, selection: SelectionState, keys: CachedKeys) -> None:
+        """Keep keys and values that identify the text: a few of its prompt, and all later ones selected from."""
+        key = keys.key
         n_prompt = min(self._n_prompt, selection.n_selected_from)
         size = min(_PROBES, n_prompt)
         probes = torch.linspace(0, n_prompt - 1, size, dtype=torch.float64, device=key.device).round().long()
         later = torch.arange(n_prompt, selection.n_selected_from, dtype=torch.int64, device=key.device)
         self._n_probes, self._places = size, torch.cat((probes, later))
-        self._known = key.detach()[:, :, self._places]
+        self._known = [tensor.detach()[:, :, self._places] for tensor in (key, keys.value)]
 
-    def _equal(self, key: Tensor, n_places: int) -> bool:
-        """Whether the first `n_places` of the compared keys are those of the step before."""
+    def _equal(self, keys: CachedKeys, n_places: int) -> bool:
+        """Whether the first `n_places` of the compared keys and values are those of the step before."""
         places = self._places[:n_places]
-        if n_places and key.shape[2] <= int(places[-1]):
+        if n_places and keys.key.shape[2] <= int(places[-1]):
             return False
-        return torch.equal(key[:, :, places], self._known[:, :, :n_places])
+        pairs = zip((keys.key, keys.value), self._known, strict=True)
+        return all(torch.equal(tensor[:, :, places], known[:, :, :n_places]) for tensor, known in pairs)
 
 
 @dataclass(eq=False)

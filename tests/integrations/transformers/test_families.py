@@ -14,6 +14,7 @@ from tiny_models import (
     VOCABULARY,
     forward,
     prompts,
+    steps,
     tiny,
 )
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
@@ -240,3 +241,19 @@ def test_a_model_keeps_its_own_cache(config):
             assert (forward(model, ids, mask) - wanted)[mask.bool()].abs().max() < ROUNDING
             assert torch.equal(model.generate(ids, **options), tokens)
             assert applied.report()[1].last.n_keys == 29
+
+
+@pytest.mark.parametrize(
+    "config", [EVERY_KEY.replace(top_k=4096), ROUTED.replace(min_weight=1e-9)], ids=["selected", "routed"]
+)
+@pytest.mark.parametrize("cache", [PrescoredCache, DynamicCache])
+def test_steps_of_a_layer_that_attends_with_other_values_read_these_values(config, cache):
+    """DiffLlama attends twice with the same keys, to two tensors made of the cached values."""
+    model = tiny("DiffLlama", attn_implementation="sdpa")
+    ids, _ = prompts(batch=1, length=50, side="none")
+    expected = forward(model, ids)[:, 40:]
+    with prescore.apply(model, config):
+        held = cache(config=model.config)
+        forward(model, ids[:, :40], past_key_values=held)
+        got = steps(model, held, ids[:, 40:])
+    assert (got - expected).abs().max() < ROUNDING

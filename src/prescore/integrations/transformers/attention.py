@@ -75,7 +75,7 @@ def prescored_attention_forward(
     `pass_cache`). Returns `[B, Nq, Hq, Dv]`, and the weights where the model's own eager attention ran.
     """
     cache = features.pop(CACHE_ARGUMENT, None)
-    layer = layer_of(module, key, cache)
+    layer = layer_of(module, key, value, cache)
     stack = patches(module)
     patch = stack[-1] if stack else default_patch(module)
     obstacles = [reason for name, reason in UNSUPPORTED.items() if features.get(name) is not None]

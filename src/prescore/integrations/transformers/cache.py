@@ -138,6 +138,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.cache = LayerCache(**settings)
         self.is_expected = False
         self._new_keys: Tensor | None = None
+        self._new_values: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new keys and values; returns all that are held, or after an eviction the new ones."""
@@ -151,15 +152,15 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.cache.append(key_states, value_states)
         self.show()
         if self.cache.evicted:
-            self._new_keys = key_states
+            self._new_keys, self._new_values = key_states, value_states
             return key_states, value_states
         if self.keys is None or self.values is None:
             raise RuntimeError("a cache layer must hold keys after an update, got none")
         return self.keys, self.values
 
-    def returned(self, key: Tensor) -> bool:
-        """Whether the last `update` returned these keys."""
-        return key is self.keys or key is self._new_keys
+    def returned(self, key: Tensor, value: Tensor) -> bool:
+        """Whether the last `update` returned these keys and values; DiffLlama makes other values of them."""
+        return (key is self.keys and value is self.values) or (key is self._new_keys and value is self._new_values)
 
     def show(self) -> None:
         """Let `keys` and `values`, which other code reads, be what is held now."""
@@ -175,7 +176,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Forget everything."""
         super().reset()
         self.cache.clear()
-        self._new_keys = None
+        self._new_keys = self._new_values = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; a selection that was made before them stays."""
@@ -240,8 +241,8 @@ def find_cache(args: tuple[Any, ...], kwargs: Values) -> Cache | None:
     return next((each for each in (*kwargs.values(), *args) if isinstance(each, Cache)), None)
 
 
-def layer_of(module: nn.Module, key: Tensor, cache: Cache | None) -> PrescoredLayer | None:
-    """The layer of a cache that returned these keys; None = they come from elsewhere.
+def layer_of(module: nn.Module, key: Tensor, value: Tensor, cache: Cache | None) -> PrescoredLayer | None:
+    """The layer of a cache that returned these keys and values; None = they come from elsewhere.
 
     It is the module's own layer, or where modules share keys that of another module.
     """
@@ -249,7 +250,7 @@ def layer_of(module: nn.Module, key: Tensor, cache: Cache | None) -> PrescoredLa
     number = getattr(module, "layer_idx", None)
     first = layers[number : number + 1] if isinstance(number, int) else []
     for layer in (*first, *layers):
-        if isinstance(layer, PrescoredLayer) and layer.returned(key):
+        if isinstance(layer, PrescoredLayer) and layer.returned(key, value):
             return layer
     return None
 
@@ -259,7 +260,7 @@ def why_no_index(cache: Cache | None) -> str:
     if cache is None:
         return "no cache was passed"
     if any(isinstance(layer, PrescoredLayer) for layer in cache.layers):
-        return "the model computes its keys from what its cache holds, as MLA does"
+        return "the model computes its keys or values from what its cache holds, as MLA does"
     return f"{type(cache).__name__} keeps none"
 
 
