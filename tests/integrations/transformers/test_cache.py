@@ -302,6 +302,29 @@ def test_the_cache_of_an_interrupted_forward_is_refused(model, stop, read_before
         assert torch.equal(forward(model, ids, past_key_values=cache), forward(model, ids, past_key_values=None))
 
 
+@pytest.mark.parametrize("family", ["Jamba", "Lfm2"])
+def test_a_failed_step_leaves_the_states_of_hybrid_layers_as_they_were(family):
+    """Convolutions and recurrences write them in place; a token that is tried again must not count twice."""
+    sizes = {
+        "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4},
+        "Lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    }
+    model = tiny(family, num_hidden_layers=4, **sizes[family])
+    ids = WHOLE[:1, :61]
+    with torch.no_grad(), prescore.apply(model, ROUTED):
+        results = []
+        for fails in (False, True):
+            cache = DynamicCache(config=model.config)
+            forward(model, ids[:, :60], past_key_values=cache)
+            if fails:
+                hook = model.model.layers[3].register_forward_pre_hook(Mock(side_effect=RuntimeError("stop")))
+                with pytest.raises(RuntimeError, match="stop"):
+                    forward(model, ids[:, 60:], past_key_values=cache)
+                hook.remove()
+            results.append(forward(model, ids[:, 60:], past_key_values=cache))
+    assert torch.equal(*results)
+
+
 def test_an_evicted_cache_reads_a_longer_turn_in_chunks(model):
     """As its refusal says."""
     ids, more = WHOLE[:1, :60], WHOLE[:1, 60:110]

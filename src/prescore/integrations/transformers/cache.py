@@ -285,10 +285,10 @@ def upgrade(cache: Cache, settings: Values | None = None, *, max_length: int | N
 def save_point(cache: Cache) -> Callable[[], None]:
     """Remember what a dynamic cache holds; the returned function goes back to it.
 
-    Attributes are enough: layers of transformers replace their tensors when they grow, and our buffers, which grow
-    in place, are cropped.
+    Attributes are enough for keys and values: layers of transformers replace them when they grow, and our buffers,
+    which grow in place, are cropped. The states of convolutions and recurrences are written in place, and copied.
     """
-    saved = [(layer, dict(vars(layer))) for layer in cache.layers]
+    saved = [(layer, {name: _copied(state) for name, state in vars(layer).items()}) for layer in cache.layers]
     of_ours = [(layer, dict(vars(layer.cache))) for layer in cache.layers if isinstance(layer, PrescoredLayer)]
 
     def go_back() -> None:
@@ -301,6 +301,13 @@ def save_point(cache: Cache) -> Callable[[], None]:
             layer.show()
 
     return go_back
+
+
+def _copied(state: Any) -> Any:
+    """An attribute of a cache layer; what lies in a dictionary, as the states of hybrid layers do, as a copy."""
+    if not isinstance(state, dict):
+        return state
+    return {key: part.clone() if isinstance(part, Tensor) else part for key, part in state.items()}
 
 
 def check_equal_lengths(cache: Cache) -> None:
