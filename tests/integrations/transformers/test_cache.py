@@ -269,6 +269,31 @@ def test_a_file_whose_numbers_do_not_fit_its_tensors_is_refused(model, tmp_path,
         PrescoredCache.load(tmp_path / "cache")
 
 
+CHANGED_TENSORS = {
+    "wider values": ("0.selection.value", lambda t: torch.cat((t, t), dim=3), "other sizes or dtypes"),
+    "a bias in half precision": ("0.selection.bias", lambda t: t.half(), "a bias of torch.float16 beside keys of"),
+    "keys in float64": ("0.selection.", lambda t: t.double(), "a bias of|other sizes or dtypes"),
+    "other later values": ("0.value", lambda t: t + 1, "a selection followed by other values"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_TENSORS)
+def test_a_file_whose_tensors_do_not_fit_each_other_is_refused_at_once(model, tmp_path, change):
+    """Such a cache would fail at its next step."""
+    with prescore.apply(model, COARSE):
+        cache = filled(model)
+        cache.select()
+        steps(model, cache, IDS[:, :2], MASK)
+    cache.save(tmp_path / "cache")
+    tensors, (prefix, changed, reason) = load_file(tmp_path / "cache"), CHANGED_TENSORS[change]
+    with safe_open(tmp_path / "cache", framework="pt") as file:
+        metadata = file.metadata()
+    tensors = {name: changed(t) if name.startswith(prefix) else t for name, t in tensors.items()}
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "cache", metadata=metadata)
+    with pytest.raises(ValueError, match=rf"got .*cache' \(.*({reason})"):
+        PrescoredCache.load(tmp_path / "cache")
+
+
 def test_a_saved_selection_covers_the_tokens_of_exact_steps(model, tmp_path):
     with prescore.apply(model, COARSE):
         cache = filled(model)

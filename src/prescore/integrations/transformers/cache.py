@@ -25,6 +25,7 @@ from prescore import checks
 from prescore.config import config_from_dict
 from prescore.errors import Unsupported
 from prescore.integrations.decode import KVBuffer, LayerCache, Request, SelectionState, keeps_selection
+from prescore.ops.operators import accumulation_dtype
 from prescore.types import Values
 
 NAME = "prescored"
@@ -440,14 +441,21 @@ def _check_selection(selection: SelectionState, buffer: KVBuffer | None, n_token
         0 <= n_selected <= first and first + selection.n_since == n_tokens,
         f"{n_entries} entries from {first} keys and {selection.n_since} later ones of {n_tokens} tokens",
     )
-    if buffer is not None:
-        own, later = selection.buffer.key, buffer.key[:, :, first:]
-        _require(own.shape[:2] == later.shape[:2], "a selection of another batch")
-        own = own[:, :, n_entries:]
+    _require(
+        bias is None or bias.dtype == accumulation_dtype(selection.buffer.key.dtype),
+        f"a bias of {bias.dtype if bias is not None else None} beside keys of {selection.buffer.key.dtype}",
+    )
+    if buffer is None:
+        return
+    for name in ("key", "value"):
+        selected, held = getattr(selection.buffer, name), getattr(buffer, name)
+        sizes, wanted = ((*t.shape[:2], t.shape[3], t.dtype) for t in (selected, held))
+        _require(sizes == wanted, "a selection of another batch, or of keys and values of other sizes or dtypes")
+        since, later = selected[:, :, n_entries:], held[:, :, first:]
         if bias is not None:  # padding among the later tokens is zeroed
             hidden = torch.isneginf(bias[:, :, n_entries:, None])
-            own, later = own.masked_fill(hidden, 0), later.masked_fill(hidden, 0)
-        _require(torch.equal(own, later), "a selection followed by other keys")
+            since, later = since.masked_fill(hidden, 0), later.masked_fill(hidden, 0)
+        _require(torch.equal(since, later), f"a selection followed by other {name}s")
 
 
 def _save_buffer(buffer: KVBuffer, prefix: str, tensors: dict[str, Tensor]) -> None:
