@@ -59,7 +59,7 @@ class WithoutState:
             output, reads = original_attention(query, key, value, context), None
         elif is_step:
             parts = self.config.last_keys(n_keys)
-            keys, values = (torch.cat([each[:, :, part] for part in parts], dim=2) for each in (key, value))
+            keys, values = (torch.cat([tensor[:, :, part] for part in parts], dim=2) for tensor in (key, value))
             output, reads = exact_attention(query, keys, values, scale=context.scale).output, None
         else:
             self._refuse(context)

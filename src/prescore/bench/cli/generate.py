@@ -176,8 +176,8 @@ class Comparison:
         options: Values = {"config": settings.config.to_dict(), "layers": settings.layers}
         options |= {"evict": settings.evict, "refresh_every": settings.refresh_every}
 
-        def row(attention: str, own: Values, measure: Callable[[], Values]) -> Row:
-            return Row({**self.described, "attention": attention, **own}, self.seed, measure)
+        def row(attention: str, fields: Values, measure: Callable[[], Values]) -> Row:
+            return Row({**self.described, "attention": attention, **fields}, self.seed, measure)
 
         rows = [row("exact", {}, self.measure_exact)] if exact else []
         rows.append(row("prescored", options, partial(self.measure, exact)))

@@ -117,7 +117,7 @@ def _build() -> typer.Typer:
 
     app.callback()(root)
     package = importlib.import_module("prescore.bench.cli")
-    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
+    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
         if module.name not in _NOT_COMMANDS:
             command = importlib.import_module(f"prescore.bench.cli.{module.name}").command
             app.command(name=module.name.replace("_", "-"))(with_groups(command))

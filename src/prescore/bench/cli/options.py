@@ -461,7 +461,7 @@ def refuse_options(context: typer.Context, names: Sequence[str], owner: str) -> 
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            options = ", ".join(f"--{each.replace('_', '-')}" for each in names)
+            options = ", ".join(f"--{option.replace('_', '-')}" for option in names)
             raise ValueError(f"{owner} must be given without {options}, got --{name.replace('_', '-')} too")
 
 

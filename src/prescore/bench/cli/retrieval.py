@@ -65,9 +65,9 @@ def command(
     for job, numbers in jobs:
         make_problem(loaded, haystack, job, seed=run.seed, sample=numbers[0])
     rows = [
-        retrieval_row(loaded, haystack, each, job, numbers, layers=layers, seed=run.seed)
+        retrieval_row(loaded, haystack, method, job, numbers, layers=layers, seed=run.seed)
         for job, numbers in jobs
-        for each in methods[job.length]
+        for method in methods[job.length]
     ]
     records = session.run(rows)
     cli.say_what_is_exact(session, methods)

@@ -69,7 +69,7 @@ def command(
         pairs = [(sample, method) for sample in some for method in methods[sample.length]]
         measured = session.run([row(*pair) for pair in pairs])
         with session.reading():
-            beside = [(pair[0], ruler.window_beside(each)) for pair, each in zip(pairs, measured, strict=True)]
+            beside = [(pair[0], ruler.window_beside(record)) for pair, record in zip(pairs, measured, strict=True)]
         windows = [row(sample, method) for sample, method in beside if method is not None]
         records += [*measured, *session.run(windows)]
     cli.say_what_is_exact(session, methods)

@@ -24,10 +24,10 @@ def retrieval_table(records: Sequence[Record]) -> Table:
 
     Methods are compared with exact attention on texts that both have read.
     """
-    own = [record for record in records if record.config.get("part") in ("retrieval", MANY_NEEDLES)]
+    chosen = [record for record in records if record.config.get("part") in ("retrieval", MANY_NEEDLES)]
     columns = ("task", "tokens", "depth", "method", "answers", "found", "loss", "points", "lost", "gained")
     rows = []
-    tasks = group_by(own, lambda record: (record.config.get("task", MANY_NEEDLES), record.config["n_tokens"]))
+    tasks = group_by(chosen, lambda record: (record.config.get("task", MANY_NEEDLES), record.config["n_tokens"]))
     for (task, length), some in tasks.items():
         answers: dict[str, _Answers] = {}
         for record in some:
@@ -36,11 +36,11 @@ def retrieval_table(records: Sequence[Record]) -> Table:
         depths += [None] if len(depths) > 1 else []
         labels = sorted(answers, key=lambda label: label != "exact")
         for depth, label in itertools.product(depths, labels):
-            inside = {key: own for key, own in answers[label].items() if depth in (None, key[1])}
+            inside = {key: answer for key, answer in answers[label].items() if depth in (None, key[1])}
             at = "all" if depth is None else f"{100 * depth:.0f} %"
             exact = {} if label == "exact" else answers.get("exact", {})
             rows.append((task, str(length), at, label, *_retrieval_cells(inside, exact)))
-    is_scaled = any(record.results.get("position_scaling") for record in own)
+    is_scaled = any(record.results.get("position_scaling") for record in chosen)
     title = f"Retrieval; {SCALED}" if is_scaled else "Retrieval"
     return Table(title, columns, tuple(rows), _RETRIEVAL_NOTE, left=4)
 
@@ -64,13 +64,13 @@ def _answers(record: Record) -> _Answers:
 
 
 def _retrieval_cells(answers: _Answers, exact: _Answers) -> tuple[str, ...]:
-    hits = [hit for own, _ in answers.values() for hit in own]
+    hits = [hit for hits, _ in answers.values() for hit in hits]
     if not hits:
         return ("0", *[MISSING] * 5)
-    loss = sum(len(own) * loss for own, loss in answers.values()) / len(hits)
+    loss = sum(len(hits_of) * loss for hits_of, loss in answers.values()) / len(hits)
     cells = (str(len(hits)), f"{100 * sum(hits) / len(hits):.1f} %", f"{loss:.2f}")
     both = [(exact[key][0], answers[key][0]) for key in answers if key in exact]
-    pairs = [pair for theirs, own in both for pair in zip(theirs, own, strict=True)]
+    pairs = [pair for theirs, ours in both for pair in zip(theirs, ours, strict=True)]
     if not pairs:
         return (*cells, *[MISSING] * 3)
     lost, gained = pairs.count((1, 0)), pairs.count((0, 1))
@@ -90,10 +90,10 @@ SOLVED = 0.5
 
 def ruler_table(records: Sequence[Record]) -> Table:
     """A line for every model, length, task and method, then the tasks that exact attention solves, then all."""
-    own = [record for record in records if record.config.get("part") == "ruler"]
+    chosen = [record for record in records if record.config.get("part") == "ruler"]
     columns = ("model", "tokens", "task", "method", "samples", "score", "interval", "points", "lost", "gained")
     rows, losses = [], []
-    for (model, length), some in group_by(own, lambda r: (r.config["model"], r.config["n_tokens"])).items():
+    for (model, length), some in group_by(chosen, lambda r: (r.config["model"], r.config["n_tokens"])).items():
         scores: dict[str, dict[str, _Scores]] = {}
         reads: dict[str, list[float]] = {}
         for record in some:
@@ -105,11 +105,13 @@ def ruler_table(records: Sequence[Record]) -> Table:
         solved = [task for task, by in scores.items() if by.get("exact") and _mean(by["exact"]) >= SOLVED]
         groups = {**{task: [task] for task in scores}, "solved": solved, "all": list(scores)}
         for (name, tasks), label in itertools.product(groups.items(), labels):
-            by_label = {each: _joined(scores[task].get(each, {}) for task in tasks) for each in labels}
+            by_label = {label: _joined(scores[task].get(label, {}) for task in tasks) for label in labels}
             inside, exact = by_label[label], {} if label == "exact" else by_label.get("exact", {})
             if name not in scores:  # over several tasks, what every method has read
                 inside = {
-                    key: value for key, value in inside.items() if all(key in own for own in by_label.values())
+                    key: value
+                    for key, value in inside.items()
+                    if all(key in scored for scored in by_label.values())
                 }
             if inside:
                 rows.append((str(model), str(length), name, label, *_ruler_cells(inside, exact)))
@@ -120,7 +122,7 @@ def ruler_table(records: Sequence[Record]) -> Table:
         f"worst of them: {worst[1]}, {worst[0]:+.1f} points" if worst[0] < 0 else "no method loses points on one"
     )
     note = f"{_RULER_NOTE}; {lost}" if losses else _RULER_NOTE
-    is_scaled = any(record.results.get("position_scaling") for record in own)
+    is_scaled = any(record.results.get("position_scaling") for record in chosen)
     return Table(f"RULER; {SCALED}" if is_scaled else "RULER", columns, tuple(rows), note, left=4)
 
 
@@ -158,7 +160,12 @@ def _ruler_cells(scores: _Scores, exact: _Scores) -> tuple[str, ...]:
         return (*cells, *[MISSING] * 3)
     half = confidence_half_width(above)  # differences that are all the same say nothing about it
     points = f"{_points(scores, exact):+.1f}" + (f" ± {100 * half:.1f}" if half else "")
-    return (*cells, points, str(sum(each < 0 for each in above)), str(sum(each > 0 for each in above)))
+    return (
+        *cells,
+        points,
+        str(sum(difference < 0 for difference in above)),
+        str(sum(difference > 0 for difference in above)),
+    )
 
 
 def wilson_interval(mean: float, count: int) -> tuple[float, float]:

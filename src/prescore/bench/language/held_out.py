@@ -87,7 +87,7 @@ def held_out_windows(text: TokenizedText, length: int, tuning_seed: int | None =
     total = len(text.tokens)
     if tuning_seed is None:
         starts = _reported_starts(total, length)
-        return [text.window(start, length, f"reported window {place + 1}") for place, start in enumerate(starts)]
+        return [text.window(start, length, f"reported window {number + 1}") for number, start in enumerate(starts)]
     lengths = dict.fromkeys((*REPORTED, length))
     reported = [(start, start + other) for other in lengths for start in _reported_starts(total, other)]
     draw = random.Random(f"tuning window {tuning_seed} of {length} tokens")
@@ -137,11 +137,11 @@ def held_out_tables(records: Sequence[Record]) -> list[Table]:
 
     A line per text, and below the texts of a model and length one over all their windows.
     """
-    own = [r for r in records if r.config.get("part") == "loss" and r.config.get("experiment") == HELD_OUT]
-    methods = [record.config["method"] for record in own]
+    chosen = [r for r in records if r.config.get("part") == "loss" and r.config.get("experiment") == HELD_OUT]
+    methods = [record.config["method"] for record in chosen]
     labels = dict.fromkeys(method["label"] for method in methods if method["config"]["type"] == "Routed")
     # `reported` or `tuning`, from a name such as "novel.txt, reported window 2"
-    kinds = group_by(own, lambda record: str(record.config["document"]).rpartition(", ")[2].split(" ")[0])
+    kinds = group_by(chosen, lambda record: str(record.config["document"]).rpartition(", ")[2].split(" ")[0])
     tables = []
     for kind, label in itertools.product(sorted(kinds), labels):
         windows = [window for window in _windows(kinds[kind], label) if "default" in window]
@@ -172,10 +172,10 @@ def _held_out_table(windows: Sequence[_Measured], title: str) -> Table:
         return str(config["model"]), f"{config['n_tokens']}{scaled}"
 
     rows = []
-    for place, inside in group_by(windows, where).items():
+    for labels, inside in group_by(windows, where).items():
         texts = group_by(inside, lambda window: str(window["default"].config["document"]).rpartition(", ")[0])
         texts |= {"all": inside} if len(texts) > 1 else {}
-        rows += [(*place, text, *_held_out_cells(own)) for text, own in texts.items()]
+        rows += [(*labels, text, *_held_out_cells(of_text)) for text, of_text in texts.items()]
     columns = (
         *("model", "tokens", "text", "windows", "exact loss", *(f"{name} above" for name in _COMPARED)),
         *(READS, "exact s", *(f"{name} s" for name in _COMPARED), "speed-up"),

@@ -108,8 +108,8 @@ def _draw_references(axes: Any, summaries: Sequence[Summary], cost: str) -> None
             axes.axhline(s.loss, color=colour, linewidth=1, linestyle=":")
             # exact attention costs most and local least: each name stands where its mark is not
             end, side, shift = (0, "left", 3) if kind == "Exact" else (1, "right", -2)
-            place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "ha": side}
-            axes.annotate(s.label, (end, s.loss), (shift, 2), fontsize=7, color=colour, **place)
+            anchor = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "ha": side}
+            axes.annotate(s.label, (end, s.loss), (shift, 2), fontsize=7, color=colour, **anchor)
             if cost != BUDGET and _cost(s, cost):
                 axes.plot([_cost(s, cost)], [s.loss], marker="s", color=colour, markersize=5)
 

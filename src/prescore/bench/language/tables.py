@@ -110,13 +110,13 @@ def half_width(runs: Mapping[tuple[str, int | None], float]) -> float | None:
 
     The wider of two: over documents (each a mean over seeds), and over seeds (each a mean over documents).
     """
-    widths = [confidence_half_width(list(_means(runs, place).values())) for place in (0, 1)]
+    widths = [confidence_half_width(list(_means(runs, part).values())) for part in (0, 1)]
     return max((width for width in widths if width is not None), default=None)
 
 
-def _means(runs: Mapping[tuple[str, int | None], float], place: int) -> dict[Any, float]:
+def _means(runs: Mapping[tuple[str, int | None], float], part: int) -> dict[Any, float]:
     """Means by document (place 0) or by seed (place 1)."""
-    groups = group_by(runs, lambda key: key[place])
+    groups = group_by(runs, lambda key: key[part])
     return {name: statistics.fmean(runs[key] for key in keys) for name, keys in groups.items()}
 
 

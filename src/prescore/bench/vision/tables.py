@@ -45,11 +45,11 @@ def accuracy_table(records: Sequence[Record]) -> Table:
 def accuracy_plot(records: Sequence[Record], path: str | Path) -> None:
     """Top-1 against the budget, a line per method."""
     with figure(path, (8, 5)) as (_, axes):
-        for place, (line, by_budget) in enumerate(values_by_line(records, "top1").items()):
+        for number, (line, by_budget) in enumerate(values_by_line(records, "top1").items()):
             budgets = sorted(by_budget)
             means = [statistics.fmean(by_budget[b]) for b in budgets]
             spreads = [statistics.stdev(by_budget[b]) if len(by_budget[b]) > 1 else 0.0 for b in budgets]
-            style = {"markersize": 4, "capsize": 2, **line_style(place)}
+            style = {"markersize": 4, "capsize": 2, **line_style(number)}
             axes.errorbar(budgets, means, yerr=spreads, label=label(line), **style)
         for results in _exact(records):
             axes.axhline(results["top1"], color="#444444", linewidth=1, linestyle="--", label="exact")
