@@ -237,14 +237,3 @@ def test_wrong_values_are_refused_by_the_name_of_the_field(base):
             fields = {"top_k": None, name: wrong} if name == "min_score" else {name: wrong}
             with pytest.raises(error, match=rf"^[^\n]*{name} must [^\n]*got (\w+ )?'?{wrong}'?[^\n]*$"):
                 type(base)(**fields)
-
-
-INSTEAD = r"finer min_weight, and prescore\.apply\(.*audit="
-OLD = {"rows": "min_weight", "leaf_size": "cluster_size", "tolerance": INSTEAD, "confidence": INSTEAD}
-
-
-@pytest.mark.parametrize("old", OLD)
-def test_old_names_are_refused_with_what_to_use_instead(old):
-    for make in (Routed, Routed().replace, lambda **fields: config_from_dict({"type": "Routed", **fields})):
-        with pytest.raises(ValueError, match=f"{OLD[old]}.*got '{old}'"):
-            make(**{old: 64})

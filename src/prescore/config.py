@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -16,27 +16,17 @@ from prescore.scoring.base import Scorer, as_scorer
 from prescore.scoring.kmeans import ClusteringScorer
 from prescore.types import Values
 
-_RENAMED = {
-    "rows": "min_weight: rows=512 is min_weight=1/1024",
-    "leaf_size": "cluster_size",
-}
-"""Fields of older versions, and what to write today."""
-_DROPPED = ("tolerance", "confidence")
-"""Fields of older versions that have no successor."""
-
 
 class _Settings:
     """What all configurations share: copies with changed fields, and JSON values."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Refuse an unknown field and name the nearest known one; `__init__` does everything else."""
-        _refuse_renamed(cls, given)
         checks.known_argument(cls, given)
         return super().__new__(cls)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
-        _refuse_renamed(type(self), changes)
         known = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
         for name in changes:
             checks.known_field(type(self).__name__, name, known)
@@ -300,19 +290,6 @@ def check_config(config: Any, name: str = "config") -> Config:
     return config
 
 
-def _refuse_renamed(kind: type, given: Collection[str]) -> None:
-    if kind.__name__ != "Routed":
-        return
-    for name in given:
-        if name in _RENAMED:
-            raise ValueError(f"Routed must have its field {name!r} written as {_RENAMED[name]}, got {name!r}")
-        if name in _DROPPED:
-            raise ValueError(
-                "Routed must have no tolerance per query, which was dropped: use a finer min_weight, and "
-                f"prescore.apply(..., audit=0.01) to measure the error, got {name!r}"
-            )
-
-
 def _plain(value: Any) -> Any:
     return value.to_dict() if isinstance(value, _Settings | Scorer) else value
 
@@ -322,7 +299,6 @@ def _from_dict(values: Any, kinds: Mapping[str, type[Any]], name: str) -> Any:
         raise TypeError(f"{name} must be a mapping, got {type(values).__name__}")
     checks.one_of(f"{name} type", values.get("type"), tuple(kinds))
     kind = kinds[values["type"]]
-    _refuse_renamed(kind, values)
     known = [f.name for f in dataclasses.fields(kind)]
     given = {}
     for field_name, value in values.items():
