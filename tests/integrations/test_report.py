@@ -1,6 +1,8 @@
 """`applied.report()` and `print(applied)`: a table by layer and phase, and settings that cannot act say so."""
 
+import json
 import math
+import threading
 import warnings
 
 import pytest
@@ -322,3 +324,22 @@ def test_without_native_code_the_default_is_exact_and_the_report_says_why(monkey
     assert phases[PREFILL].ran == "exact: native code: none (PRESCORE_NATIVE=0)"
     assert phases[STEPS].ran == "exact: a step without a key index: native code: none (PRESCORE_NATIVE=0)"
     torch.testing.assert_close(got, forward(model, ids, logits_to_keep=1), rtol=0, atol=ROUNDING)
+
+
+def test_counts_for_a_server_go_on_over_prompts_and_threads():
+    model = tiny("Llama")
+    with prescore.apply(model, {0: ROUTED, 1: Exact()}, audit=0.5) as applied:
+        assert applied.stats() == {"calls": 0, "exact_because": {}, "audit": None}
+        generate(model)
+        threads = [threading.Thread(target=generate, args=(model, IDS[:, :6])) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stats = applied.stats()
+    # a prompt and two steps of each generation, in each of two layers; short prompts are exact
+    assert stats["calls"] == 4 * 3 * 2
+    assert (stats["exact"], stats["routed"]) == (12, 3)
+    assert stats["exact_because"] == {"up to exact_until=8": 9}
+    assert json.loads(json.dumps(stats))["audit"]["queries"] >= 24
+    assert 0 <= stats["audit"]["interval"][0] <= stats["audit"]["error"] <= stats["audit"]["largest"]

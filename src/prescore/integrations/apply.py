@@ -27,9 +27,10 @@ from prescore.integrations.attention import (
     refusal,
 )
 from prescore.integrations.patch import Adapter, Undo, span
-from prescore.integrations.report import LayerReport, Report, describe
+from prescore.integrations.report import LayerReport, Report, describe, totals_of
 from prescore.ops.operators import BACKENDS
 from prescore.parallel.comm import Group, as_group
+from prescore.types import Values
 
 _PACKAGE = "prescore.integrations"
 ADAPTERS = {
@@ -105,6 +106,16 @@ class Applied:
                 for number, each in self._functions.items()
             )
         )
+
+    def stats(self) -> Values:
+        """Counts since the model was replaced, of all prompts and threads, as plain values for a server's metrics.
+
+        Returns:
+            `calls` of all layers; how many of them ran as `routed`, `selected`, `hyper` or `exact` (an `Exact`);
+            `exact_because`: how many ran exactly instead, by reason; `audit`: queries, mean error, its 95 %
+            interval and the largest error, where `apply` has `audit=`, else None.
+        """
+        return totals_of(each.trace for each in self._functions.values())
 
     def __enter__(self) -> Applied:
         if self._undo is None:

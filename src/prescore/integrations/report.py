@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -31,6 +33,8 @@ _MERGE_WITHIN = 0.05
 """Layers whose shares of keys read differ by less may share a line."""
 
 
+_COUNTING = threading.Lock()
+"""Held while totals are counted, as threads may share a model."""
 Counts: TypeAlias = tuple[Reads | None, float | None]
 """What a query read and what it could see, on average; None = unknown."""
 
@@ -173,10 +177,16 @@ class Trace:
 
     A prompt from its first token, or a further chunk of a prompt after steps, begins anew. Threads may share a
     trace: each call replaces the phases as a whole, and the last one wins.
+
+    Attributes:
+        totals: What ran, and in how many calls, of all prompts.
+        errors: Of the audited queries of all calls.
     """
 
     def __init__(self) -> None:
         self._phases: dict[str, Phase] = {}
+        self.totals: Counter[str] = Counter()
+        self.errors = Errors()
 
     @property
     def phases(self) -> dict[str, Phase]:
@@ -200,6 +210,23 @@ class Trace:
         if call.phase == PREFILL and (call.n_query == call.n_keys or STEPS in phases):
             phases = {}
         self._phases = {**phases, call.phase: phases.get(call.phase, Phase(call)).add(call)}
+        with _COUNTING:
+            self.totals[call.ran] += 1
+            self.errors += call.errors
+
+
+def totals_of(traces: Iterable[Trace]) -> Values:
+    """Plain numbers for a server's metrics, see `Applied.stats`."""
+    ran: Counter[str] = Counter()
+    errors = Errors()
+    with _COUNTING:
+        for trace in traces:
+            ran.update(trace.totals)
+            errors += trace.errors
+    exact = {text.removeprefix(READS_ALL): n for text, n in sorted(ran.items()) if text.startswith(READS_ALL)}
+    others = {text: n for text, n in sorted(ran.items()) if not text.startswith(READS_ALL)}
+    audit = {"queries": errors.n, "error": errors.mean, "interval": errors.interval, "largest": errors.largest}
+    return {"calls": ran.total(), **others, "exact_because": exact, "audit": audit if errors.n else None}
 
 
 def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal: bool, why_all: str = "") -> str:
