@@ -1,6 +1,7 @@
 """The public functions: dtypes, randomness, degenerate inputs, padding, exact calls, `Aux`, stats and guards."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -10,7 +11,18 @@ from oracles.inputs import attention_tensors
 from torch.autograd import forward_ad
 
 import prescore
-from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention, prescored_attention
+from prescore import (
+    Coupling,
+    Exact,
+    Hyper,
+    KMeans,
+    Lsh,
+    Routed,
+    Selected,
+    attention,
+    exact_attention,
+    prescored_attention,
+)
 from prescore.errors import Unsupported
 from prescore.routed.decode import StepAttention
 
@@ -356,3 +368,14 @@ def test_decode_steps_do_not_depend_on_the_defaults_of_torch(default):
     assert all(
         torch.equal(*both) for pair in zip(found, expected, strict=True) for both in zip(*pair, strict=True)
     )
+
+
+def test_a_long_call_that_gains_nothing_is_logged_once(caplog):
+    attention._log_once.cache_clear()
+    query, key, value = attention_tensors(heads=1, n_keys=2100, dim=4, dtype=torch.float64)
+    for n_keys in (100, 2100, 2100):
+        prescored_attention(query[:, :, :n_keys], key[:, :, :n_keys], value[:, :, :n_keys], is_causal=True)
+    prescored_attention(query, key, value, Exact(), is_causal=True)
+    (record,) = caplog.records
+    assert record.name == "prescore"
+    assert re.match(r"a long call of Routed runs exactly, without a gain: native code: .", record.getMessage())

@@ -103,6 +103,17 @@ CALLS = [
     *((prescore.prescored_attention, {"config": c, "selection": CHOSEN}, *NOT_SELECTED) for c in UNSELECTED),
     *((prescore.hyper_attention, {"config": c}, *NOT_HYPER) for c in (Routed(), Selected(), Exact())),
 ]
+SDPA = [
+    ({"attn_mask": MASK}, TypeError, r"takes no attn_mask: pass is_causal=True .* got attn_mask \(2, 9\)"),
+    ({"dropout": 0.5}, TypeError, "got an unexpected argument 'dropout'"),
+]
+CALLS += [(function, *row) for row in SDPA for function in (FUNCTIONS[0], FUNCTIONS[2])]
+SWAPPED = r"inputs are \[batch, heads, sequence, dim\]; transpose\(1, 2\) swaps heads and sequence"
+BY_TOKEN = {"query": torch.randn(1, 12, 8, 4), "key": torch.randn(1, 12, 4, 4), "value": torch.randn(1, 12, 4, 4)}
+CALLS += [
+    (function, {**BY_TOKEN, "is_causal": True}, ValueError, f"query length must be .* got 8: {SWAPPED}")
+    for function in FUNCTIONS
+]
 BOTH = {"remainder": "none", "coupling": Coupling("zero", blocks="all"), "inner": Lsh()}
 BY_SCORE = {"top_k": None, "min_score": 0.5}
 FIELDS = [
@@ -244,3 +255,10 @@ def test_wrong_fields(kind, fields, error, message):
 def test_wrong_arguments_of_other_functions(function, options, error, message):
     refused(error, message, function, **options)
     assert "new" not in prescore.list_scorers()
+
+
+@pytest.mark.parametrize("function", [prescore.exact_attention, prescore.prescored_attention])
+def test_what_torch_calls_otherwise_and_means_nothing_else_is_accepted(function):
+    options = {"attn_mask": None, "enable_gqa": True}
+    plain, same = (function(QUERY, KEY, VALUE, **some) for some in ({}, options))
+    assert torch.equal(plain[0], same[0])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Literal, TypedDict, Unpack, overload
+from functools import cache
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +30,8 @@ from prescore.scoring.sampling import arange
 from prescore.scoring.select import check_selection, given_members, protected_positions, score_keys, select_keys
 from prescore.selected.causal_grid import FULL
 from prescore.types import Attended, Aux, Result, Selection, Stats
+
+_LOGGER = logging.getLogger("prescore")
 
 
 class _Arguments(TypedDict, total=False):
@@ -97,6 +101,7 @@ def prescored_attention(
     group: object = None,
     backend: str = "auto",
     return_aux: bool = False,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Aux]:
     """Attention by the given configuration; `Routed()` if none.
 
@@ -105,7 +110,9 @@ def prescored_attention(
         key: `[B, Hkv, Nk, D]`, `Hq` a multiple of `Hkv`; finite where it is not padding.
         value: `[B, Hkv, Nk, Dv]`, likewise.
         config: How to attend: a `Routed`, `Selected`, `Hyper` or `Exact`; None = `Routed()`.
-        is_causal: Queries are the last `Nq` positions and see no later key.
+        is_causal: Queries are the last `Nq` positions and see no later key. What comes later changes no earlier
+            output: to the bit for `Routed`, and up to rounding for `Selected` and `Hyper`, which compute in
+            float64 where any lse is above 1024.
         key_padding_mask: `[B, Nk]`, True = a real key. Queries of padded keys see the real keys before them; in
             causal mode a padding query that holds NaN or infinity is read as zeros.
         scale: Factor of the logits, any finite number; `D ** -0.5` by default.
@@ -129,10 +136,13 @@ def prescored_attention(
             or raises with its reasons. Without native code or kernels `auto` runs a `Routed` exactly, unless
             `exact_until` is below its default.
         return_aux: Also return lse, the selection and stats.
+        **others: Nothing but what callers of `scaled_dot_product_attention` write: `attn_mask=None` and
+            `enable_gqa`, as grouped heads need no word here.
 
     Returns:
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
     """
+    checks.sdpa_arguments("prescored_attention", others)
     checks.boolean("return_aux", return_aux)
     options = Options(
         is_causal, key_padding_mask, scale, generator, selection, dropout_p, dropout_generator, backend
@@ -157,6 +167,7 @@ def exact_attention(
     scale: float | None = None,
     group: object = None,
     backend: str = "auto",
+    **others: Any,
 ) -> Attended:
     """Softmax attention over all real keys.
 
@@ -169,10 +180,12 @@ def exact_attention(
         scale: Factor of the logits, `D ** -0.5` by default.
         group: Ranks that hold shards of the sequence, as in `prescored_attention`.
         backend: `auto`, `cpu-flash`, `cuda-efficient` or `plain`.
+        **others: As in `prescored_attention`.
 
     Returns:
         Output and lse; a query that sees nothing has output 0 and lse -inf.
     """
+    checks.sdpa_arguments("exact_attention", others)
     options = Options(is_causal, key_padding_mask, scale, backend=backend)
     return attend(query, key, value, Exact(), options, group=group, need_lse=True).attended
 
@@ -272,6 +285,8 @@ def attend(
         reason = ""
         if isinstance(config, Routed) and options.backend == "auto" and not options.dropout_p:
             config, reason = auto_config(query, key, value, config, is_causal=options.is_causal)
+            if reason:
+                _log_once(reason)
         # only now: a call that is refused must not advance a generator
         streams = as_streams(options.generator, batch=query.shape[0])
         if options.dropout_p:
@@ -304,6 +319,12 @@ def attend(
         output, lse = call.restore(result.attended)
         selections = [shifted_back(kept, call.shift, call.n_keys) for kept in result.selections]
         return replace(result, output=output, lse=lse, selections=selections)
+
+
+@cache
+def _log_once(reason: str) -> None:
+    """Say once in a process why long calls of a `Routed` gain nothing."""
+    _LOGGER.warning("a long call of Routed runs exactly, without a gain: %s", reason)
 
 
 def _attend_in_group(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +83,19 @@ def number(
 def _refuse_non_numbers(name: str, value: Any, rule: str = "a number") -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be {rule}, got {type(value).__name__} {value!r}")
+
+
+def sdpa_arguments(function: str, given: Mapping[str, Any]) -> None:
+    """Refuse keywords of torch's `scaled_dot_product_attention`, unless they mean what happens anyway."""
+    for name, value in given.items():
+        if name == "attn_mask" and value is not None:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"{function} takes no attn_mask: pass is_causal=True for a causal mask, and key_padding_mask "
+                f"[batch, keys], True = a real key, for padding, got attn_mask {got}"
+            )
+        if name not in ("attn_mask", "enable_gqa"):
+            raise TypeError(f"{function} got an unexpected argument {name!r}")
 
 
 def probability(name: str, value: Any) -> None:
@@ -199,12 +212,14 @@ def attention_inputs(
             f"value must have the key's heads and length {tuple(key.shape[1:3])}, got {tuple(value.shape[1:3])}"
         )
     n_heads, n_kv_heads = query.shape[1], key.shape[1]
+    hint = ""
+    if n_heads > query.shape[2] and n_kv_heads > key.shape[2]:
+        hint = ": inputs are [batch, heads, sequence, dim]; transpose(1, 2) swaps heads and sequence"
     if n_kv_heads == 0 or n_heads % n_kv_heads:
-        raise ValueError(f"query heads must be a multiple of the key's {n_kv_heads} heads, got {n_heads}")
+        raise ValueError(f"query heads must be a multiple of the key's {n_kv_heads} heads, got {n_heads}{hint}")
     if is_causal and query.shape[2] > key.shape[2]:
-        raise ValueError(
-            f"query length must be at most the key length {key.shape[2]} when is_causal=True, got {query.shape[2]}"
-        )
+        rule = f"at most the key length {key.shape[2]} when is_causal=True"
+        raise ValueError(f"query length must be {rule}, got {query.shape[2]}{hint}")
     if scale is not None:
         number("scale", scale)
     if key_padding_mask is not None:

@@ -153,7 +153,9 @@ class Aux(NamedTuple):
     """What `prescored_attention(return_aux=True)` returns in addition to the output.
 
     Attributes:
-        lse: `[B, Hq, Nq]`, log of the sum of exp of the scaled logits that were counted.
+        lse: `[B, Hq, Nq]`, log of the sum of exp of the scaled logits that were counted. `Routed` estimates the
+            keys not read by centroids, and is too small where single unread keys dominate their cluster: by tenths
+            at some hundred thousand random keys with sharp queries. `merge` inherits that error.
         selection: One `Selection`, or in causal mode a list: one entry per off-diagonal block (`Selected`,
             `Hyper`), or one of all keys (`Exact`). `Routed`: every visible key, by chunk; not the keys read.
         stats: Numbers about the call.
