@@ -11,7 +11,7 @@ import typer
 from prescore.bench.cli.options import ARGV, Model, Run
 
 REPORT = Path("report")
-LENGTH, _QUICK_LENGTH = 6144, 512
+LENGTH, _QUICK_LENGTH = 5120, 512
 
 
 def command(
