@@ -69,7 +69,7 @@ class Scale:
         coupling: str = "corrected",
     ) -> Method:
         """One configuration of the paper, its counts as the paper prints them; top_k = 0 selects nothing."""
-        kept, n_samples, own = self.count(top_k), self.count(samples), COUPLINGS[coupling]
+        kept, n_samples, switches = self.count(top_k), self.count(samples), COUPLINGS[coupling]
         lsh = Lsh(self.count(PAPER_BLOCK), n_samples, alignment="rank")
         config: Hyper | Selected
         if top_k == 0 and coupling == "corrected":
@@ -77,8 +77,8 @@ class Scale:
         else:
             if top_k == 0 and self.sinks:
                 # with every key kept there is none to zero, and sinks are attended exactly
-                own = own.replace(mask="exclude")
-            options: Values = {"inner": lsh, "leaf_inclusive": inclusive, "coupling": own}
+                switches = switches.replace(mask="exclude")
+            options: Values = {"inner": lsh, "leaf_inclusive": inclusive, "coupling": switches}
             config = Selected.paper(scorer, kept or 1.0, sinks=self.sinks, min_seq_len=self.leaf, **options)
         words = [f"{scorer} + Hyper", f"top {kept}"] if top_k else ["HyperAttention"]
         words += [f"{n_samples} samples"]
@@ -112,8 +112,8 @@ def _appendix_f(scale: Scale, coupling: str | None = None, budgets: Sequence[int
     """The early integration, and each of its three artefacts alone; or k-means under one coupling."""
     yield scale.paper("kmeans", 0)
     samples = (PAPER_SAMPLES,)
-    for own in [coupling] if coupling else COUPLINGS:
-        yield from _grid(scale, ("kmeans",), budgets[1:], coupling=own, samples=samples)
+    for name in [coupling] if coupling else COUPLINGS:
+        yield from _grid(scale, ("kmeans",), budgets[1:], coupling=name, samples=samples)
     if not coupling:
         yield from _grid(scale, ("kmedian", "leverage"), budgets[1:], coupling="early", samples=samples)
 

@@ -197,8 +197,8 @@ def paper_csv(summaries: Sequence[Summary]) -> str | None:
             lines.append([*line, s.published_perplexity, None])
     for (length, coupling), inside in group_by(cells, lambda s: (s.n_tokens, s.axes["coupling"])).items():
         for scorer in dict.fromkeys(s.axes["scorer"] for s in inside):
-            own = [s for s in inside if holds_for(s, scorer)]
-            budgets = group_by(own, lambda s: (-s.axes["paper_sample_size"], s.axes["paper_top_k"]))
+            column = [s for s in inside if holds_for(s, scorer)]
+            budgets = group_by(column, lambda s: (-s.axes["paper_sample_size"], s.axes["paper_top_k"]))
             for (_, top_k), same in sorted(budgets.items()):
                 ppl, axes = {s.axes["leaf_inclusive"]: s.perplexity for s in same}, same[0].axes
                 line = [length, coupling, _NAMES.get(scorer, scorer), axes["top_k"], axes["sample_size"]]
