@@ -36,7 +36,6 @@ print(prescore.__version__, library.describe_native(), sep="\\n")
 """
 REAL_COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 QUICK_COMPILER = f'#!/bin/sh\nexec {REAL_COMPILER} "$@" -O0\n'
-FAKE_COMPILER = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho "not a library" > "$2"\n'
 
 
 def run(*command, **options):
@@ -174,24 +173,3 @@ def test_classifiers_claim_what_is_tested():
     minor = int(re.fullmatch(r">=3\.(\d+)", PROJECT["requires-python"])[1])
     named = [int(v) for name in classifiers for v in re.findall(r":: Python :: 3\.(\d+)$", name)]
     assert min(named) == minor <= sys.version_info.minor <= max(named)
-
-
-@pytest.mark.slow
-def test_a_wheel_without_a_compiler_is_pure(sources, tmp_path):
-    # what an earlier build left behind must not get in
-    for folder in (sources / "src/prescore/routed/native", sources / "build/lib/prescore/routed/native"):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / library_name("baseline")).write_text("of other sources")
-    wheel = build("build_wheel", sources, tmp_path / "out", compiler="/bin/false")
-    assert wheel.name.endswith("-py3-none-any.whl")
-    assert not any(name.endswith(".so") for name in names_in(wheel))
-    assert used_in_a_fresh_environment(tmp_path / "fresh", wheel).startswith("none (")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_compiler", [True, False])
-def test_an_editable_installation_builds_beside_the_sources(sources, tmp_path, has_compiler):
-    compiler = script(tmp_path, FAKE_COMPILER) if has_compiler else "/bin/false"
-    build("build_editable", sources, tmp_path / "out", compiler)
-    made = {path.relative_to(sources / "src").as_posix() for path in sources.rglob("*.so")}
-    assert made == (LIBRARIES if has_compiler else set())

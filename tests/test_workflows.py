@@ -56,26 +56,6 @@ def test_a_command_is_a_target_or_a_script(command):
             assert (ROOT / program).stat().st_mode & 0o100
 
 
-def test_every_target_is_one_that_make_knows():
-    phony = (
-        re.search(r"^\.PHONY:((?:.|\\\n)*?)\n(?!\t)", MAKEFILE, re.MULTILINE).group(1).replace("\\", "").split()
-    )
-    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
-    assert set(phony) == targets
-
-
-@pytest.mark.parametrize(("file", "name", "job"), JOBS, ids=[f"{file} {name}" for file, name, _ in JOBS])
-def test_a_job_has_no_more_rights_than_it_needs(file, name, job):
-    assert WORKFLOWS[file]["permissions"] == {"contents": "read"}
-    may_write = {right for right, level in job.get("permissions", {}).items() if level == "write"}
-    assert may_write <= {
-        ("release.yml", "publish"): {"id-token"},
-        ("docs.yml", "site"): {"pages", "id-token"},
-    }.get((file, name), set())
-    # an action is taken by its version
-    assert all(re.search(r"@(v\d+|release/v1)", step["uses"]) for step in job["steps"] if "uses" in step)
-
-
 def test_what_is_published_is_built_for_the_oldest_system_that_torch_supports():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
     assert {settings[f"manylinux-{machine}-image"] for machine in ("x86_64", "aarch64")} == {"manylinux_2_28"}

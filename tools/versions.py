@@ -3,8 +3,10 @@
     python tools/versions.py --transformers oldest --transformers newest
     python tools/versions.py --torch 2.13.0 --transformers 5.4.0 tests/integrations/transformers
     python tools/versions.py --wheel dist
+    python tools/versions.py --serve --transformers 5.22.2
 
-installs the package as a wheel beside each pair and runs the model tests, with no compiler in reach. The wheel
+installs the package as a wheel beside each pair and runs the model tests, with no compiler in reach. With --serve
+it starts `transformers serve` there instead, as docs/serving.md says, and has a chat with it. The wheel
 is made here, or is there already. `oldest` is the lower bound in pyproject.toml, `newest` what pip finds,
 `pinned` what constraints.txt says. Every pair is a line of the record, experiments/versions/versions.jsonl; a
 pair that is tested again on the same system replaces its line. A build of torch that requires CUDA packages is
@@ -20,11 +22,15 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 import tomllib
+import urllib.error
+import urllib.request
 import venv
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,6 +42,8 @@ RECORD = ROOT / "experiments" / "versions" / "versions.jsonl"
 MODEL_TESTS = ("tests/integrations", "-m", "not slow")
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "scikit-learn", "pillow", "setuptools")
 OLDEST, NEWEST, PINNED = "oldest", "newest", "pinned"
+SERVING = ("accelerate", "kernels==0.17.2")
+SERVE = "transformers serve"
 Row = dict[str, Any]
 _FACTS = """
 import json, shutil, torch, transformers, prescore
@@ -46,6 +54,13 @@ facts = {"torch": torch.__version__, "transformers": transformers.__version__, "
 print(json.dumps(facts))
 """
 """What an environment has, and that it has no compiler."""
+_SAVE_MODEL = """
+import sys, torch
+from prescore.integrations import offline
+model, tokenizer = offline.load_model()
+model.to(torch.bfloat16).save_pretrained(sys.argv[1])
+tokenizer.save_pretrained(sys.argv[1])
+"""
 
 
 class _FailedError(RuntimeError):
@@ -75,7 +90,7 @@ def constraints(asked: Iterable[str]) -> str:
 
 
 def test_pair(torch: str, transformers: str, folder: Path, wheel: Path, tests: list[str], *, cuda: bool) -> Row:
-    """Install a pair and the wheel into a new environment and run tests there; a row of the table."""
+    """A row of the table: a pair and the wheel in a new environment, where tests or the server run."""
     row: Row = {"torch": torch, "transformers": transformers, "native": "-", "tests": " ".join(tests), **_system()}
     try:
         python = _install([torch, transformers], folder, wheel, cuda=cuda)
@@ -85,7 +100,7 @@ def test_pair(torch: str, transformers: str, folder: Path, wheel: Path, tests: l
         row.update(json.loads(_run(python, "-c", _FACTS).splitlines()[-1]))
     except _FailedError as error:
         return {**row, "result": "fails", "reason": str(error)}
-    return {**row, **_run_tests(python, folder, tests)}
+    return {**row, **(_serve(python, folder, row) if tests == [SERVE] else _run_tests(python, folder, tests))}
 
 
 def table(rows: list[Row]) -> str:
@@ -167,6 +182,49 @@ def _run_tests(python: Path, folder: Path, tests: list[str]) -> Row:
     }
 
 
+def _serve(python: Path, folder: Path, row: Row) -> Row:
+    """Start the server of docs/serving.md on a free port, and have a chat of a prompt that routes with it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    server, url, model = None, f"http://127.0.0.1:{port}", folder / "model"
+    try:
+        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        _run(*pip, f"torch=={row['torch']}", f"transformers[serving]=={row['transformers']}", *SERVING)
+        _run(python, "-c", _SAVE_MODEL, model)
+        command = (python.parent / "transformers", "serve", model, "--port", port)
+        environment = {**_environment(), "LOCAL_KERNELS": f"prescore/attention={ROOT / 'kernels'}"}
+        with (folder / "server.log").open("wb") as log:
+            options = ("--attn-implementation", "prescore/attention")
+            server = subprocess.Popen([*command, *options], env=environment, stdout=log, stderr=log)
+        _wait_for(url, server, folder / "server.log")
+        chat = ("--server", url, "--model", model, "--text", ROOT / "docs" / "default.md", "--characters", "12000")
+        _run(python, ROOT / "examples" / "serving" / "chat.py", *chat)
+    except _FailedError as error:
+        return {"result": "fails", "reason": str(error)}
+    finally:
+        if server is not None:
+            server.terminate()
+            server.wait()
+    return {"result": "works"}
+
+
+def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the server answers anything."""
+    for _ in range(300):
+        if server.poll() is not None:
+            raise _FailedError(_last_line(log.read_text(encoding="utf-8")))
+        try:
+            urllib.request.urlopen(url, timeout=10).close()
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(1)
+        else:
+            return
+    raise _FailedError("the server did not answer within 300 seconds")
+
+
 def _run(*command: str | Path) -> str:
     done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -211,6 +269,7 @@ def main() -> int:
     parser.add_argument("--torch", action="append", metavar="VERSION", help=text)
     parser.add_argument("--transformers", action="append", metavar="VERSION", help=text)
     parser.add_argument("--cuda", action="store_true", help="install builds of torch that require CUDA packages")
+    parser.add_argument("--serve", action="store_true", help=f"run `{SERVE}` in place of tests")
     parser.add_argument("--wheel", type=Path, help="folder with the one wheel to test; default: one made here")
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines to add the results to")
     parser.add_argument(
@@ -235,7 +294,8 @@ def main() -> int:
             folder = (given.envs or Path(scratch)).resolve() / re.sub(
                 "[^a-z0-9.]+", "-", f"{torch}-{transformers}"
             )
-            row = test_pair(torch, transformers, folder, wheel, [*given.tests, *options], cuda=given.cuda)
+            tests = [SERVE] if given.serve else [*given.tests, *options]
+            row = test_pair(torch, transformers, folder, wheel, tests, cuda=given.cuda)
             all_work &= row["result"] == "works"
             rows = _save(given.record, row)
     sys.stdout.write(table(rows))

@@ -169,7 +169,7 @@ class GrowingIndex:
             if index is not None and self._sums is not None:
                 wide = torch.cat((self._sums[number], wide), dim=1)
             totals = wide.cumsum(1)[:, -parts.shape[1] :]
-            sums.append(totals[:, -1:])
+            sums.append(totals[:, -1:].clone())  # a view would keep the sums of every chunk
             count = torch.arange(1, parts.shape[1] + 1, dtype=parts.dtype, device=parts.device) + n_done
             means[name] = totals.to(parts.dtype) / count[:, None, None]
         self._sums = (sums[0], sums[1])
