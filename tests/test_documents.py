@@ -70,12 +70,15 @@ def wrong_names(code):
 
 @cache
 def options_of_commands():
-    """Subcommands and the options that each takes."""
+    """Subcommands, those of groups by both words, and the options that each takes."""
     typer = pytest.importorskip("typer", reason="the command line needs the extra eval")
     application = typer.main.get_command(importlib.import_module("prescore.bench.cli.main")._build())
+    commands = dict(application.commands)
+    for group, command in application.commands.items():
+        commands |= {f"{group} {name}": inner for name, inner in getattr(command, "commands", {}).items()}
     return {
         name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        for name, command in application.commands.items()
+        for name, command in commands.items()
     }
 
 
@@ -88,6 +91,8 @@ def wrong_commands(text):
     for line in lines:
         if re.match(r"prescore [a-z]+( |$)", line):
             name, *words = shlex.split(line, comments=True)[1:]
+            if words and f"{name} {words[0]}" in options_of_commands():
+                name, words = f"{name} {words[0]}", words[1:]
             known = options_of_commands().get(name, ())
             wrong += [word for word in words if re.match(r"--?[a-z]", word) and word not in known]
             wrong += [] if known else [name]
