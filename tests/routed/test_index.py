@@ -7,6 +7,8 @@ from routed_checks import levels_here, native_level, needs_native
 
 from prescore import Routed
 from prescore.routed import native
+from prescore.routed.backends import build_index as build_new_chunks
+from prescore.routed.index import GrowingIndex
 from prescore.routed.layout import make_layout, why_exact
 from prescore.routed.reference import build_index, int8_logits, quantize_keys
 from prescore.routed.tree import bisection_tree
@@ -160,3 +162,14 @@ def test_native_code_builds_no_index_with_gradients():
     with torch.no_grad():
         assert native.can_build(key.clone().requires_grad_(), key, layout)
     assert not native.can_build(key.double(), key, layout)
+
+
+# --- growing
+
+
+def test_a_growing_index_holds_no_sums_of_earlier_chunks():
+    key = normal(1, 2, 200, 8)
+    index = GrowingIndex(build_new_chunks)
+    index.extend(key, key, make_layout(1, 200, causal=True, config=SMALL), backend="plain")
+    assert index._sums[0].shape == (2, 1, 8, 8)
+    assert [sums.untyped_storage().nbytes() for sums in index._sums] == [8 * 2 * 8 * 8] * 2  # float64
