@@ -213,8 +213,8 @@ BREAKS = {
         ("spread overlooked", "load(p->spread + at) * reach + x", "x"),
         (
             "radius overlooked",
-            "load(p->radius + b->at * 16 + k * WIDTH) * splat(w->reach[t]) + centroids[k]",
-            "centroids[k]",
+            "load(radius + k * WIDTH) * splat(w->reach[t]) + load(logits",
+            "load(logits",
         ),
         ("a query of the tile left out", "t < w->n && w->threshold", "t < w->n - 1 && w->threshold"),
         (

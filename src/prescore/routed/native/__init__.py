@@ -258,7 +258,8 @@ def index_call(index: KeyIndex, log_inverse: float, scale: float, clusters_per_c
         "int8": (*blocks, dim // 4, WIDTH, 4),
         "scales": (*blocks, WIDTH),
         "sub_int8": (n_heads, sub_blocks, dim // 4, WIDTH, 4),
-        **dict.fromkeys(("sub_scales", "spread", "radius"), (n_heads, sub_blocks, WIDTH)),
+        **dict.fromkeys(("sub_scales", "spread"), (n_heads, sub_blocks, WIDTH)),
+        "radius": (n_heads, n_columns - sink_columns),
         "key_cov": (n_heads, n_covs, dim, dim),
         "key_value_cov": (n_heads, n_covs, dim, value_dim),
     }
@@ -325,7 +326,7 @@ def _arrays(index: KeyIndex) -> tuple[dict[str, Tensor], int]:
         "sub_int8": side_by_side(stored(index.sub_int8)).unflatten(3, (-1, 4)).transpose(2, 3).contiguous(),
         "sub_scales": side_by_side(index.sub_scales[..., None]).contiguous(),
         "spread": side_by_side(index.spread[..., None]).contiguous(),
-        "radius": side_by_side(index.radius[..., None, None].expand(*index.spread.shape, 1)).contiguous(),
+        "radius": pad(index.radius, (0, fill)).contiguous(),
         "key_cov": index.key_cov.contiguous(),
         "key_value_cov": index.key_value_cov.contiguous(),
     }

@@ -42,7 +42,8 @@ typedef struct {
     const float *scales;                     /* [kv_heads, n_clusters, cluster_size] */
     const uint8_t *sub_int8;                 /* [kv_heads, blocks, dim / 4, 16, 4]: centroids of sixteen subclusters each */
     const float *sub_scales;                 /* [kv_heads, blocks, 16] */
-    const float *spread, *radius;            /* [kv_heads, blocks, 16]: of the subclusters, and of the clusters that they belong to */
+    const float *spread;                     /* [kv_heads, blocks, 16]: of the subclusters */
+    const float *radius;                     /* [kv_heads, n_clusters, rounded up to 16] */
     const float *key_cov;                    /* [kv_heads, n_covs, dim, dim]: covariance of keys within clusters */
     const float *key_value_cov;              /* [kv_heads, n_covs, dim, value_dim]: of keys and values */
     int64_t kv_heads, n_query, length, dim, value_dim, cluster_size, sinks, sink_columns, n_columns, n_clusters, n_covs;
@@ -75,8 +76,10 @@ typedef struct {
     float shift[TILE], mass[TILE], sums[TILE * MAX_DIM]; /* of what was read: weights are exp(logit - shift) */
     float least[TILE], reach[TILE]; /* int8 logits above the first are read; how far below it centroids may lie, by their spread */
     int32_t n_hits[TILE];
-    uint16_t compared[TILE * 16], above[TILE * 16 + 32]; /* pairs of a query and a subcluster of a block; which keys reach the threshold */
-    float compared_logits[TILE * 16 * 16] __attribute__((aligned(64))); /* of the keys of each pair */
+    uint16_t near[TILE];                   /* which of sixteen clusters are within reach */
+    uint16_t compared[TILE * 16 + 1], above[TILE * 16 + 1]; /* pairs of a query and a subcluster of a block; which keys reach the threshold */
+    float compared_logits[(TILE * 16 + 1) * 16] __attribute__((aligned(64))); /* of the keys of each pair */
+    int32_t products[TILE * 16] __attribute__((aligned(64))); /* of sixteen keys with each query */
     float *logits;         /* [TILE, padded] of columns; later their weights */
     int32_t *cluster_hits; /* [TILE, padded] keys read of each cluster */
     int32_t hits[TILE * MAX_HITS];   /* positions of the keys read of what was searched last */

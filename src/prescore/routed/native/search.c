@@ -6,74 +6,78 @@
 #include "int8.h"
 #include "routed.h"
 
-/* Sixteen subclusters of a KV head. */
+/* Sixteen subclusters of a KV head. Sixteen clusters have `each` blocks of them. */
 typedef struct {
-    int64_t number, at, first, each; /* of the block; where it lies among blocks and among subclusters; subclusters of a cluster */
-    int32_t cluster[16];             /* that a subcluster belongs to */
+    int64_t at, first, each; /* where it lies among blocks and among subclusters; subclusters of a cluster */
+    int64_t group, begin;    /* the first of its sixteen clusters; of its subclusters among theirs */
 } Block;
 
 INLINE Block block_of(const RoutedCall *p, const Tile *w, int64_t number) {
-    Block b = {.number = number, .each = p->cluster_size / 16};
-    b.at = w->kv_head * ((p->n_clusters * b.each + 15) / 16) + number;
-    b.first = w->kv_head * p->n_clusters * b.each + 16 * number;
-    for (int64_t i = 0; i < 16; i++) b.cluster[i] = (int32_t)((uint32_t)(16 * number + i) / (uint32_t)b.each);
-    return b;
+    const int64_t each = p->cluster_size / 16, blocks = (p->n_clusters * each + 15) / 16;
+    return (Block){w->kv_head * blocks + number, w->kv_head * p->n_clusters * each + 16 * number, each, number / each * 16, number % each * 16};
 }
 
-/* Logits of the centroids that the subclusters of a block belong to. */
-INLINE void centroid_logits(const RoutedCall *p, const Tile *w, int64_t t, const Block *b, floats *to) {
-    const float *logits = w->logits + t * w->padded + p->sink_columns;
+/* To which of sixteen clusters a subcluster belongs. */
+INLINE int64_t cluster_of(const Block *b, int64_t i) { return (uint32_t)(b->begin + i) / (uint32_t)b->each; }
+
+/* Which of sixteen clusters are within reach of each query, as bits. */
+INLINE void clusters_within_reach(const RoutedCall *p, Tile *w, int64_t group) {
+    const float *radius = p->radius + w->kv_head * ((p->n_clusters + 15) / 16 * 16) + group;
+    const int64_t visible = w->clusters - group;
+    for (int64_t t = 0; t < TILE; t++) {
+        unsigned near = 0;
+        if (t < w->n && w->threshold[t] < INFINITY) {
+            const float *logits = w->logits + t * w->padded + p->sink_columns + group;
+            for (int k = 0; k < PER_BLOCK; k++)
+                near |= at_least(load(radius + k * WIDTH) * splat(w->reach[t]) + load(logits + k * WIDTH), splat(w->least[t])) << (k * WIDTH);
+        }
+        w->near[t] = (uint16_t)(visible < 16 ? near & ((1u << visible) - 1) : near);
+    }
+}
+
+/* Which subclusters of a block belong to clusters within reach of a query, and the logits of the centroids of these clusters. */
+INLINE unsigned in_near_clusters(const RoutedCall *p, const Tile *w, int64_t t, const Block *b, floats *centroids) {
+    const float *logits = w->logits + t * w->padded + p->sink_columns + b->group;
+    const unsigned near = w->near[t];
 #if defined(__AVX512F__)
     if (b->each == 8) {
-        const float *two = logits + 2 * b->number;
-        to[0] = (floats)_mm512_mask_blend_ps(0xff00, _mm512_set1_ps(two[0]), _mm512_set1_ps(two[1]));
-        return;
-    }
-#else
-    if (b->each % WIDTH == 0) {
-        for (int k = 0; k < PER_BLOCK; k++) to[k] = splat(logits[b->cluster[k * WIDTH]]);
-        return;
+        const int64_t two = b->begin / 8;
+        centroids[0] = (floats)_mm512_mask_blend_ps(0xff00, _mm512_set1_ps(logits[two]), _mm512_set1_ps(logits[two + 1]));
+        return (near >> two & 1) * 0xff | (near >> (two + 1) & 1) * 0xff00;
     }
 #endif
+    unsigned within = 0;
     float own[16];
-    for (int64_t i = 0; i < 16; i++) own[i] = logits[b->cluster[i]];
-    for (int k = 0; k < PER_BLOCK; k++) to[k] = load(own + k * WIDTH);
-}
-
-/* Which subclusters belong to clusters within reach of a query. */
-INLINE unsigned clusters_within_reach(const RoutedCall *p, const Tile *w, int64_t t, const Block *b) {
-    const int64_t visible = w->clusters * b->each - 16 * b->number;
-    floats centroids[PER_BLOCK];
-    unsigned near = 0;
-    centroid_logits(p, w, t, b, centroids);
-    for (int k = 0; k < PER_BLOCK; k++)
-        near |= at_least(load(p->radius + b->at * 16 + k * WIDTH) * splat(w->reach[t]) + centroids[k], splat(w->least[t])) << (k * WIDTH);
-    return visible < 16 ? near & ((1u << visible) - 1) : near;
+    for (int64_t i = 0; i < 16; i++) {
+        own[i] = logits[cluster_of(b, i)];
+        within |= (near >> cluster_of(b, i) & 1) << i;
+    }
+    for (int k = 0; k < PER_BLOCK; k++) centroids[k] = load(own + k * WIDTH);
+    return within;
 }
 
 /* Which subclusters of a block are within reach of each query, as bits: those of clusters within reach, by their own centroids. Returns
  * how many centroids were compared. */
 INLINE int64_t subclusters_within_reach(const RoutedCall *p, Tile *w, const Block *b, uint16_t *within, const int64_t quarter) {
-    int32_t *products = (int32_t *)w->compared_logits;
+    int32_t *products = w->products;
     int64_t compared = 0;
-    for (int64_t t = 0; t < TILE; t++)
-        within[t] = t < w->n && w->threshold[t] < INFINITY ? (uint16_t)clusters_within_reach(p, w, t, b) : 0;
-    uint32_t some = having(within, 0xffff);
+    uint32_t some = having(w->near, (2u << cluster_of(b, 15)) - (1u << cluster_of(b, 0)));
+    memset(within, 0, sizeof(uint16_t) * TILE);
     int8_products(p->sub_int8 + b->at * 64 * quarter, some, w->int8, quarter, w->int8_start, quarter, products);
     for (; some; some &= some - 1, products += 16) {
         const int64_t t = __builtin_ctz(some);
         const floats unit = splat(w->int8_scale[t]), reach = splat(w->reach[t]), least = splat(w->least[t]);
         floats centroids[PER_BLOCK];
+        const unsigned near = in_near_clusters(p, w, t, b, centroids);
         unsigned own = 0;
-        centroid_logits(p, w, t, b, centroids);
         for (int k = 0; k < PER_BLOCK; k++) {
             const int64_t at = b->at * 16 + k * WIDTH;
             const floats offset = __builtin_convertvector(*(const ints *)(products + k * WIDTH), floats);
             const floats x = offset * (load(p->sub_scales + at) * unit) + centroids[k];
             own |= at_least(load(p->spread + at) * reach + x, least) << (k * WIDTH);
         }
-        compared += __builtin_popcount(within[t]);
-        within[t] &= (uint16_t)own;
+        compared += __builtin_popcount(near);
+        within[t] = (uint16_t)(near & own);
     }
     return compared;
 }
@@ -90,14 +94,14 @@ INLINE unsigned note_logits(const ints *products, const floats *scales, float un
     return above;
 }
 
-/* Compare the keys of a subcluster with the queries that it is within reach of, given as bits. Logits are noted from `n` on, and
- * which of them reach the threshold; returns how many queries there are then. No branch depends on them: it would often be
- * mispredicted. */
+/* Compare the keys of a subcluster with the queries that it is within reach of, given as bits. Where some key reaches the threshold, the
+ * logits are noted from `n` on, and which keys do; returns how many notes there are then. No branch depends on them: it would often be
+ * mispredicted, so a note without such a key is written over. */
 INLINE int64_t compare_keys(const RoutedCall *p, Tile *w, const Block *b, int64_t i, uint32_t some, int64_t n, const int64_t quarter) {
     const uint8_t *keys = p->int8 + (b->first + i) * 64 * quarter;
-    const float *centroids = w->logits + p->sink_columns + b->cluster[i];
+    const float *centroids = w->logits + p->sink_columns + b->group + cluster_of(b, i);
     const int64_t padded = w->padded;
-    float *to = w->compared_logits + n * 16;
+    int32_t *stored = w->products;
     floats scales[PER_BLOCK];
     for (int k = 0; k < PER_BLOCK; k++) scales[k] = load(p->scales + (b->first + i) * 16 + k * WIDTH);
 #if defined(__AVX512VNNI__)
@@ -107,31 +111,30 @@ INLINE int64_t compare_keys(const RoutedCall *p, Tile *w, const Block *b, int64_
 #else
     const int last = 0;
 #endif
-    int8_products(keys, some, w->int8, quarter, w->int8_start, quarter - last, (int32_t *)to);
-    for (; some; some &= some - 1, n++, to += 16) {
+    int8_products(keys, some, w->int8, quarter, w->int8_start, quarter - last, stored);
+    for (; some; some &= some - 1, stored += 16) {
         const int64_t t = __builtin_ctz(some);
 #if defined(__AVX512VNNI__)
-        const __m512i start = quarter == last ? _mm512_set1_epi32(w->int8_start[t]) : _mm512_loadu_si512(to);
+        const __m512i start = quarter == last ? _mm512_set1_epi32(w->int8_start[t]) : _mm512_loadu_si512(stored);
         const ints products[1] = {(ints)add_product(last, own, w->int8 + t * quarter + quarter - last, start)};
 #else
-        const ints *products = (const ints *)to;
+        const ints *products = (const ints *)stored;
 #endif
-        w->above[n] = (uint16_t)note_logits(products, scales, w->int8_scale[t], centroids[t * padded], w->least[t], to);
+        const unsigned above = note_logits(products, scales, w->int8_scale[t], centroids[t * padded], w->least[t], w->compared_logits + n * 16);
+        w->above[n] = (uint16_t)above;
         w->compared[n] = (uint16_t)(t * 16 + i);
+        n += above != 0;
     }
     return n;
 }
 
 /* Append the keys that reached the threshold to the hits of their queries. */
 INLINE void collect_hits(const RoutedCall *p, Tile *w, const Block *b, int64_t n) {
-    for (int64_t next = 0; next < n; next += 32) {
-        uint32_t some = having(w->above + next, 0xffff) & (n - next < 32 ? (1u << (n - next)) - 1 : ~0u);
-        for (; some; some &= some - 1) {
-            const int64_t own = next + __builtin_ctz(some), t = w->compared[own] / 16, i = w->compared[own] % 16;
-            w->n_hits[t] = append_hits(w->hits + t * MAX_HITS, w->hit_logits + t * MAX_HITS, w->n_hits[t],
-                                       p->positions + (b->first + i) * 16, w->compared_logits + own * 16, w->above[own]);
-            w->cluster_hits[t * w->padded + p->sink_columns + b->cluster[i]] += __builtin_popcount(w->above[own]);
-        }
+    for (int64_t own = 0; own < n; own++) {
+        const int64_t t = w->compared[own] / 16, i = w->compared[own] % 16;
+        w->n_hits[t] = append_hits(w->hits + t * MAX_HITS, w->hit_logits + t * MAX_HITS, w->n_hits[t],
+                                   p->positions + (b->first + i) * 16, w->compared_logits + own * 16, w->above[own]);
+        w->cluster_hits[t * w->padded + p->sink_columns + b->group + cluster_of(b, i)] += __builtin_popcount(w->above[own]);
     }
 }
 
@@ -143,13 +146,15 @@ INLINE int64_t search_blocks(const RoutedCall *p, Tile *w, int64_t first, int64_
     for (int64_t number = first; number < stop; number++) {
         const Block b = block_of(p, w, number);
         int64_t n = 0;
+        if (number == first || b.begin == 0) clusters_within_reach(p, w, b.group);
         compared += subclusters_within_reach(p, w, &b, within, quarter);
         for (int64_t i = 0; i < 16; i++) {
             const uint32_t some = having(within, 1u << i);
-            if (some) n = compare_keys(p, w, &b, i, some, n, quarter);
+            if (!some) continue;
+            n = compare_keys(p, w, &b, i, some, n, quarter);
+            compared += 16 * __builtin_popcount(some);
         }
         collect_hits(p, w, &b, n);
-        compared += 16 * n;
     }
     return compared;
 }
