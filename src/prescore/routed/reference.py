@@ -5,7 +5,7 @@ keys and values alone (`build_index`). Then each query, with `q` the query times
 
 1. estimates the standard deviation `s = sqrt(q' V q)` of the logits within clusters (`far_logits`);
 2. sets a logit threshold, `min_weight` of the attention mass that it can estimate (`logit_threshold`);
-3. searches clusters and subclusters whose centroids lie within three deviations of the threshold; int8 keys that
+3. searches clusters and subclusters whose centroids lie within some deviations of the threshold; int8 keys that
    reach it are read, with the logit of the int8 key where they weigh little (`find_keys`);
 4. represents the unread keys of each cluster by the centroid, corrected for the covariance
    (`centroid_corrections`);
@@ -34,12 +34,14 @@ from prescore.routed.tree import bisection_tree
 
 SUBCLUSTER = 16
 """Keys of a subcluster: the unit of the search."""
-SEARCH_STDS = 3.0
+SEARCH_STDS = 2.5
 """A subcluster is searched where its centroid lies within so many standard deviations of the threshold."""
 HEAVY_WEIGHT = 0.05
 """A key of this weight is found even where it is extreme: see the next two constants."""
-HEAVY_STDS = 4.2
+HEAVY_STDS = 3.7
 """How many standard deviations a heavy key may lie above the centroid of its subcluster."""
+CLUSTER_REACH = 1.6
+"""How much wider clusters are searched than subclusters: comparing their subclusters costs less than their keys."""
 HEAVY_INT8_ERROR = 0.1
 """How far the int8 logit of a heavy key may be too low, in standard deviations of the logits within clusters."""
 LIGHT_WEIGHT = 64
@@ -145,14 +147,14 @@ def subclusters(offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`[T, M, L, D]` of clusters in tree order -> of each 16 keys: mean `[T, M, S, D]` and spread `[T, M, S]`.
 
     The spread is the root of the mean squared distance of the keys from their mean. The third result, `[T, M]`, is
-    the largest such root in each cluster, of distances from its centroid.
+    the largest such root in each cluster, of distances from its centroid, times `CLUSTER_REACH`.
     """
     member = torch.arange(offset.shape[2], dtype=torch.int64, device=offset.device) // SUBCLUSTER
     shares = (member == member[::SUBCLUSTER, None]).to(offset.dtype)
     shares = shares / shares.sum(1, keepdim=True)
     mean = shares @ offset
     squares = (offset - mean.index_select(2, member)).square().sum(-1)
-    radius = (offset.square().sum(-1) @ shares.t()).sqrt().amax(-1)
+    radius = CLUSTER_REACH * (offset.square().sum(-1) @ shares.t()).sqrt().amax(-1)
     return mean, (squares @ shares.t()).sqrt(), radius
 
 

@@ -284,7 +284,7 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
 
     float *column_keys = space(HEADS * columns * dim, 4), *column_values = space(HEADS * columns * wide, 4);
     uint8_t *sub_int8 = space(HEADS * blocks * 16 * dim, 1);
-    float *sub_scales = space(HEADS * blocks * 16, 4), *spread = space(HEADS * blocks * 16, 4), *radius = space(HEADS * blocks * 16, 4);
+    float *sub_scales = space(HEADS * blocks * 16, 4), *spread = space(HEADS * blocks * 16, 4), *radius = space(HEADS * ((clusters + 15) / 16 * 16), 4);
     int32_t *visible = space(HEADS * n, 4), *local_start = space(HEADS * n, 4), *local_stop = space(HEADS * n, 4);
     for (int64_t h = 0; h < HEADS; h++) {
         for (int64_t i = 0; i < SINKS + clusters; i++) {
@@ -299,8 +299,8 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
             for (int64_t d = 0; d < dim; d++) sub_int8[at / 16 * 16 * dim + (d / 4 * 16 + at % 16) * 4 + d % 4] = c.sub_int8[from * dim + d];
             sub_scales[at] = c.sub_scales[from];
             spread[at] = c.spread[from];
-            radius[at] = c.radius[h * clusters + i / each];
         }
+        for (int64_t i = 0; i < clusters; i++) radius[h * ((clusters + 15) / 16 * 16) + i] = c.radius[h * clusters + i];
         for (int64_t t = 0; t < n; t++) {
             const int64_t place = KEYS - n + t, far = place < LOCAL + SINKS ? 0 : (place - LOCAL - SINKS) / CHUNK;
             visible[h * n + t] = (int32_t)(far * per_chunk);
