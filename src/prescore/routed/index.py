@@ -32,7 +32,7 @@ class KeyIndex:
             `[T, M, L]` what a unit is worth.
         sub_int8, sub_scales: `[T, M, B, D]`, `[T, M, B]` the same for the centroids of the subclusters.
         spread: `[T, M, B]` root of the mean squared distance of a subcluster's keys from their centroid.
-        radius: `[T, M]` 1.6 times the largest such root in a cluster, of distances from its centroid.
+        radius: `[T, M]` 1.5 times the largest such root in a cluster, of distances from its centroid.
     """
 
     sink_key: Tensor

@@ -34,13 +34,13 @@ from prescore.routed.tree import bisection_tree
 
 SUBCLUSTER = 16
 """Keys of a subcluster: the unit of the search."""
-SEARCH_STDS = 2.5
+SEARCH_STDS = 2.75
 """A subcluster is searched where its centroid lies within so many standard deviations of the threshold."""
 HEAVY_WEIGHT = 0.05
 """A key of this weight is found even where it is extreme: see the next two constants."""
-HEAVY_STDS = 3.7
+HEAVY_STDS = 4.0
 """How many standard deviations a heavy key may lie above the centroid of its subcluster."""
-CLUSTER_REACH = 1.6
+CLUSTER_REACH = 1.5
 """How much wider clusters are searched than subclusters: comparing their subclusters costs less than their keys."""
 HEAVY_INT8_ERROR = 0.1
 """How far the int8 logit of a heavy key may be too low, in standard deviations of the logits within clusters."""

@@ -8,9 +8,9 @@ chunk; earlier chunks are far. With `q` the query times the scale, a query that 
 2. estimates the attention mass: exp(logit) of the keys that it reads in any case, a tenth of it for sinks, and
    `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys, with `L` down to half where all clusters
    have more than 16,384 keys together; `min_weight` of that is its threshold;
-3. compares, in clusters within `4 s` of the threshold times their radius, the int8 centroids of subclusters (runs
-   of 16 keys of a cluster in tree order) with it, and the int8 keys of those within `2.5 x`, with `x` the deviation
-   of logits in a subcluster as spread out as this one (in sharp heads up to `3.7 x`); it reads the keys that
+3. compares, in clusters within `4.1 s` of the threshold times their radius, the int8 centroids of subclusters (runs
+   of 16 keys of a cluster in tree order) with it, and the int8 keys of those within `2.75 x`, with `x` the deviation
+   of logits in a subcluster as spread out as this one (in sharp heads up to `4 x`); it reads the keys that
    reach the threshold, with the logits of the int8 keys where they weigh less than 64 times
    `min_weight` and less than 0.05;
 4. counts the unread keys of a cluster as its centroid: their logits are taken as normal, cut off at the threshold.
@@ -278,8 +278,8 @@ class Clusters(NamedTuple):
         radius = torch.stack([squares[:, places].mean(1) for places, _, _ in self.subclusters]).amax(0).sqrt()
         for places, mean, spread in self.subclusters if threshold < math.inf else []:
             x = std * spread / unit
-            stds = (3.7 - margin / std).clamp_min(2.5)
-            near = logits + 1.6 * stds * std * radius / unit >= lowered
+            stds = (4.0 - margin / std).clamp_min(2.75)
+            near = logits + 1.5 * stds * std * radius / unit >= lowered
             compared[:, places] = (near & (logits + mean @ int8 + stds * x >= lowered))[:, None]
             n_compared += int(near.sum())
         estimates = logits[:, None] + self.int8 @ int8

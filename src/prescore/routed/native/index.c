@@ -4,7 +4,7 @@
 #include "routed.h"
 
 /* Must equal `IndexCall` in routed/native/__init__.py. */
-#define CLUSTER_REACH 1.6f /* as in routed/reference.py */
+#define CLUSTER_REACH 1.5f /* as in routed/reference.py */
 
 typedef struct {
     Rows key, value;

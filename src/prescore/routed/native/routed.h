@@ -79,9 +79,8 @@ typedef struct {
     int32_t n_hits[TILE];
     int64_t read; /* far keys that its queries read */
     uint16_t near[TILE];                   /* which of sixteen clusters are within reach */
-    uint16_t compared[TILE * 16 + 1], above[TILE * 16 + 1]; /* pairs of a query and a subcluster of a block; which keys reach the threshold */
-    float compared_logits[(TILE * 16 + 1) * 16] __attribute__((aligned(64))); /* of the keys of each pair */
-    int32_t products[TILE * 16] __attribute__((aligned(64))); /* of sixteen keys with each query */
+    uint16_t compared[TILE * 16], above[TILE * 16 + 32]; /* pairs of a query and a subcluster of a block; which keys reach the threshold */
+    float compared_logits[TILE * 16 * 16] __attribute__((aligned(64))); /* of the keys of each pair */
     float *logits;         /* [TILE, padded] of columns; later their weights */
     int32_t *cluster_hits; /* [TILE, padded] keys read of each cluster */
     int32_t hits[TILE * MAX_HITS];   /* positions of the keys read of what was searched last */

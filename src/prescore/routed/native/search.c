@@ -59,7 +59,7 @@ INLINE unsigned in_near_clusters(const RoutedCall *p, const Tile *w, int64_t t, 
 /* Which subclusters of a block are within reach of each query, as bits: those of clusters within reach, by their own centroids. Returns
  * how many centroids were compared. */
 INLINE int64_t subclusters_within_reach(const RoutedCall *p, Tile *w, const Block *b, uint16_t *within, const int64_t quarter) {
-    int32_t *products = w->products;
+    int32_t *products = (int32_t *)w->compared_logits;
     int64_t compared = 0;
     uint32_t some = having(w->near, (2u << cluster_of(b, 15)) - (1u << cluster_of(b, 0)));
     memset(within, 0, sizeof(uint16_t) * TILE);
@@ -94,14 +94,14 @@ INLINE unsigned note_logits(const ints *products, const floats *scales, float un
     return above;
 }
 
-/* Compare the keys of a subcluster with the queries that it is within reach of, given as bits. Where some key reaches the threshold, the
- * logits are noted from `n` on, and which keys do; returns how many notes there are then. No branch depends on them: it would often be
- * mispredicted, so a note without such a key is written over. */
+/* Compare the keys of a subcluster with the queries that it is within reach of, given as bits. Logits are noted from `n` on, and
+ * which of them reach the threshold; returns how many queries there are then. No branch depends on them: it would often be
+ * mispredicted. */
 INLINE int64_t compare_keys(const RoutedCall *p, Tile *w, const Block *b, int64_t i, uint32_t some, int64_t n, const int64_t quarter) {
     const uint8_t *keys = p->int8 + (b->first + i) * 64 * quarter;
     const float *centroids = w->logits + p->sink_columns + b->group + cluster_of(b, i);
     const int64_t padded = w->padded;
-    int32_t *stored = w->products;
+    float *to = w->compared_logits + n * 16;
     floats scales[PER_BLOCK];
     for (int k = 0; k < PER_BLOCK; k++) scales[k] = load(p->scales + (b->first + i) * 16 + k * WIDTH);
 #if defined(__AVX512VNNI__)
@@ -111,30 +111,31 @@ INLINE int64_t compare_keys(const RoutedCall *p, Tile *w, const Block *b, int64_
 #else
     const int last = 0;
 #endif
-    int8_products(keys, some, w->int8, quarter, w->int8_start, quarter - last, stored);
-    for (; some; some &= some - 1, stored += 16) {
+    int8_products(keys, some, w->int8, quarter, w->int8_start, quarter - last, (int32_t *)to);
+    for (; some; some &= some - 1, n++, to += 16) {
         const int64_t t = __builtin_ctz(some);
 #if defined(__AVX512VNNI__)
-        const __m512i start = quarter == last ? _mm512_set1_epi32(w->int8_start[t]) : _mm512_loadu_si512(stored);
+        const __m512i start = quarter == last ? _mm512_set1_epi32(w->int8_start[t]) : _mm512_loadu_si512(to);
         const ints products[1] = {(ints)add_product(last, own, w->int8 + t * quarter + quarter - last, start)};
 #else
-        const ints *products = (const ints *)stored;
+        const ints *products = (const ints *)to;
 #endif
-        const unsigned above = note_logits(products, scales, w->int8_scale[t], centroids[t * padded], w->least[t], w->compared_logits + n * 16);
-        w->above[n] = (uint16_t)above;
+        w->above[n] = (uint16_t)note_logits(products, scales, w->int8_scale[t], centroids[t * padded], w->least[t], to);
         w->compared[n] = (uint16_t)(t * 16 + i);
-        n += above != 0;
     }
     return n;
 }
 
 /* Append the keys that reached the threshold to the hits of their queries. */
 INLINE void collect_hits(const RoutedCall *p, Tile *w, const Block *b, int64_t n) {
-    for (int64_t own = 0; own < n; own++) {
-        const int64_t t = w->compared[own] / 16, i = w->compared[own] % 16;
-        w->n_hits[t] = append_hits(w->hits + t * MAX_HITS, w->hit_logits + t * MAX_HITS, w->n_hits[t],
-                                   p->positions + (b->first + i) * 16, w->compared_logits + own * 16, w->above[own]);
-        w->cluster_hits[t * w->padded + p->sink_columns + b->group + cluster_of(b, i)] += __builtin_popcount(w->above[own]);
+    for (int64_t next = 0; next < n; next += 32) {
+        uint32_t some = having(w->above + next, 0xffff) & (n - next < 32 ? (1u << (n - next)) - 1 : ~0u);
+        for (; some; some &= some - 1) {
+            const int64_t own = next + __builtin_ctz(some), t = w->compared[own] / 16, i = w->compared[own] % 16;
+            w->n_hits[t] = append_hits(w->hits + t * MAX_HITS, w->hit_logits + t * MAX_HITS, w->n_hits[t],
+                                       p->positions + (b->first + i) * 16, w->compared_logits + own * 16, w->above[own]);
+            w->cluster_hits[t * w->padded + p->sink_columns + b->group + cluster_of(b, i)] += __builtin_popcount(w->above[own]);
+        }
     }
 }
 
@@ -150,11 +151,10 @@ INLINE int64_t search_blocks(const RoutedCall *p, Tile *w, int64_t first, int64_
         compared += subclusters_within_reach(p, w, &b, within, quarter);
         for (int64_t i = 0; i < 16; i++) {
             const uint32_t some = having(within, 1u << i);
-            if (!some) continue;
-            n = compare_keys(p, w, &b, i, some, n, quarter);
-            compared += 16 * __builtin_popcount(some);
+            if (some) n = compare_keys(p, w, &b, i, some, n, quarter);
         }
         collect_hits(p, w, &b, n);
+        compared += 16 * n;
     }
     return compared;
 }
