@@ -35,6 +35,7 @@ CONSTANTS = (
     "LIGHT_WEIGHT",
     "SEARCH_STDS",
     "HEAVY_STDS",
+    "CLUSTER_REACH",
     "HEAVY_WEIGHT",
     "SINK_WEIGHT",
     "MAX_MASS_GAIN",
@@ -43,7 +44,19 @@ CONSTANTS = (
 )
 CANDIDATES: dict[str, tuple[Routed, dict[str, float]]] = {
     **{f"1/{n}": (Routed(min_weight=1 / n), {}) for n in (256, 1024, 2048, 4096, 8192, 16384)},
-    **{f"1/4096, stds {s}": (Routed(min_weight=1 / 4096), {"SEARCH_STDS": s}) for s in (2.0, 2.5, 3.5)},
+    **{
+        f"1/4096, stds {near}, heavy {heavy}, reach {reach}": (
+            Routed(min_weight=1 / 4096),
+            {"SEARCH_STDS": near, "HEAVY_STDS": heavy, "CLUSTER_REACH": reach},
+        )
+        for near, heavy, reach in (
+            (3.0, 4.2, 1.0),
+            (3.0, 4.2, 1.35),
+            (2.75, 4.0, 1.5),
+            (2.5, 4.0, 1.6),
+            (2.25, 4.0, 1.8),
+        )
+    },
     **{f"1/4096, light {w}": (Routed(min_weight=1 / 4096), {"LIGHT_WEIGHT": w}) for w in (4, 64, 256)},
     "1/4096, all far keys counted": (Routed(min_weight=1 / 4096), {"MASS_SHARE": 1.0}),
     "1/4096, 16,384 far keys counted": (Routed(min_weight=1 / 4096), {"MASS_SHARE": 0.0}),

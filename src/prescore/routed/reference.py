@@ -41,7 +41,7 @@ HEAVY_WEIGHT = 0.05
 HEAVY_STDS = 4.0
 """How many standard deviations a heavy key may lie above the centroid of its subcluster."""
 CLUSTER_REACH = 1.5
-"""How much wider clusters are searched than subclusters: comparing their subclusters costs less than their keys."""
+"""How much wider clusters are searched than subclusters: comparing subclusters costs less than comparing keys."""
 HEAVY_INT8_ERROR = 0.1
 """How far the int8 logit of a heavy key may be too low, in standard deviations of the logits within clusters."""
 LIGHT_WEIGHT = 64

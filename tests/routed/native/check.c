@@ -272,7 +272,7 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
 
     IndexCall c = {
         .key = keys, .value = values, .kv_heads = HEADS, .begin = SINKS, .chunks = chunks, .chunk_size = CHUNK, .levels = levels,
-        .cluster_size = cluster_size, .dim = dim, .value_dim = wide, .fit_size = 128,
+        .cluster_size = cluster_size, .dim = dim, .value_dim = wide, .fit_size = 128, .cluster_reach = 1.5,
         .positions = space(HEADS * clusters * cluster_size, 4), .centroid_key = space(HEADS * clusters * dim, 4),
         .centroid_value = space(HEADS * clusters * wide, 4), .int8 = space(HEADS * clusters * cluster_size * dim, 1),
         .scales = space(HEADS * clusters * cluster_size, 4), .sub_int8 = space(HEADS * clusters * each * dim, 1),

@@ -8,10 +8,10 @@ chunk; earlier chunks are far. With `q` the query times the scale, a query that 
 2. estimates the attention mass: exp(logit) of the keys that it reads in any case, a tenth of it for sinks, and
    `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys, with `L` down to half where all clusters
    have more than 16,384 keys together; `min_weight` of that is its threshold;
-3. compares, in clusters within `4.1 s` of the threshold times their radius, the int8 centroids of subclusters (runs
-   of 16 keys of a cluster in tree order) with it, and the int8 keys of those within `2.75 x`, with `x` the deviation
-   of logits in a subcluster as spread out as this one (in sharp heads up to `4 x`); it reads the keys that
-   reach the threshold, with the logits of the int8 keys where they weigh less than 64 times
+3. compares, in clusters within `4.1 s` of the threshold times their radius, the int8 centroids of subclusters
+   (runs of 16 keys of a cluster in tree order) with it, and the int8 keys of those within `2.75 x`, with `x` the
+   deviation of logits in a subcluster as spread out as this one (in sharp heads up to `4 x`); it reads the keys
+   that reach the threshold, with the logits of the int8 keys where they weigh less than 64 times
    `min_weight` and less than 0.05;
 4. counts the unread keys of a cluster as its centroid: their logits are taken as normal, cut off at the threshold.
 

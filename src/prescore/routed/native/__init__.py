@@ -19,6 +19,7 @@ from prescore.routed.layout import Layout, View, make_layout
 from prescore.routed.native import library
 from prescore.routed.native.library import Expected, call_library, check_tensors, empty
 from prescore.routed.reference import (
+    CLUSTER_REACH,
     HEAVY_INT8_ERROR,
     HEAVY_STDS,
     MASS_KEYS,
@@ -151,6 +152,7 @@ class IndexCall(ctypes.Structure):
         ("value", Rows),
         *((name, _SIZE) for name in ("kv_heads", "begin", "chunks", "chunk_size", "levels", "cluster_size")),
         *((name, _SIZE) for name in ("dim", "value_dim", "fit_size")),
+        ("cluster_reach", ctypes.c_double),
         *((name, _POINTER) for name in _INDEX),
     )
 
@@ -232,6 +234,7 @@ def build_index(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks
         dim=dim,
         value_dim=value_dim,
         fit_size=FIT_SIZE,
+        cluster_reach=CLUSTER_REACH,
         **{name: tensor.data_ptr() for name, tensor in made.items()},
     )
     call_library("prescore_build_index", call)

@@ -4,11 +4,10 @@
 #include "routed.h"
 
 /* Must equal `IndexCall` in routed/native/__init__.py. */
-#define CLUSTER_REACH 1.5f /* as in routed/reference.py */
-
 typedef struct {
     Rows key, value;
     int64_t kv_heads, begin, chunks, chunk_size, levels, cluster_size, dim, value_dim, fit_size;
+    double cluster_reach; /* a radius is so many times the root-mean-square distance */
     int32_t *positions;                   /* [kv_heads, clusters, cluster_size] */
     float *centroid_key, *centroid_value; /* [kv_heads, clusters, dim], [kv_heads, clusters, value_dim] */
     uint8_t *int8;                        /* [kv_heads, clusters, cluster_size / 16, dim / 4, 16, 4] */
@@ -182,7 +181,7 @@ static void build_subcluster(const IndexCall *c, const float *keys, int64_t at) 
     }
     c->spread[at] = sqrtf(square / 16.0f);
     for (int64_t k = 0; k < 16; k++) from_centroid += dot(keys + k * dim, keys + k * dim, dim);
-    from_centroid = CLUSTER_REACH * sqrtf(from_centroid / 16.0f);
+    from_centroid = (float)c->cluster_reach * sqrtf(from_centroid / 16.0f);
     if (at * 16 % c->cluster_size == 0 || from_centroid > *radius) *radius = from_centroid;
     c->sub_scales[at] = quantize(mean, c->sub_int8 + at * dim, dim);
 }
