@@ -173,16 +173,22 @@ static void read_hits(const RoutedCall *p, Tile *w, int64_t t) {
     add_rows(sums, &p->value, w->kv_head, rows, own, hits, wide);
 }
 
-/* Find the far keys of the next clusters, and read them for all queries of the tile while they are in cache. Returns where to go on, 0 at
- * the end. */
-static int64_t attend_far(const RoutedCall *p, Tile *w, int64_t block) {
-    const int64_t next = prescore_search(p, w, block);
-    for (int64_t t = 0; t < w->n; t++) {
-        if (t + 1 < w->n) prefetch_hits(p, w, t + 1);
-        if (w->n_hits[t]) read_hits(p, w, t);
-        w->read += w->n_hits[t];
-    }
-    return next;
+/* Find far keys, some clusters at a time, and read them for all queries of the tile while they are in cache. */
+static int64_t attend_far(const RoutedCall *p, Tile *w) {
+    int64_t read = 0;
+    prescore_begin_search(p, w);
+    memset(w->mass, 0, sizeof w->mass);
+    memset(w->sums, 0, sizeof(float) * (size_t)(w->n * p->value_dim));
+    int64_t block = 0;
+    do {
+        block = prescore_search(p, w, block);
+        for (int64_t t = 0; t < w->n; t++) {
+            if (t + 1 < w->n) prefetch_hits(p, w, t + 1);
+            if (w->n_hits[t]) read_hits(p, w, t);
+            read += w->n_hits[t];
+        }
+    } while (block);
+    return read;
 }
 
 /* Weights of sinks and centroids of a query, in place of their logits. Returns how far all values move along the direction.
@@ -213,23 +219,15 @@ static float weigh_columns(const RoutedCall *p, Tile *w, int64_t t) {
     return total(moved);
 }
 
-/* Before the search: local keys, logits of sinks and centroids, thresholds. */
-static void begin_queries(const RoutedCall *p, Tile *w) {
+static int64_t run_tile(const RoutedCall *p, Tile *w) {
+    const int64_t wide = p->value_dim;
     prescore_load_queries(p, w);
     prescore_attend_local(p, w);
-    if (w->clusters == 0) return; /* nothing is far; sinks are local keys here */
+    if (w->clusters == 0) return 0; /* nothing is far; sinks are local keys here */
     prescore_begin_tile(p, w);
     for (int64_t t = 0; t < w->n; t++) prescore_set_threshold(p, w, t);
-    prescore_begin_search(p, w);
-    memset(w->mass, 0, sizeof w->mass);
-    memset(w->sums, 0, sizeof(float) * (size_t)(w->n * p->value_dim));
-}
-
-/* After the search: sinks and centroids, and the sum of all parts. */
-static void finish_queries(const RoutedCall *p, Tile *w) {
-    const int64_t wide = p->value_dim;
+    const int64_t read = attend_far(p, w);
     float moved[TILE];
-    if (w->clusters == 0) return;
     for (int64_t t = 0; t < w->n; t++) moved[t] = weigh_columns(p, w, t);
     product(w->sums, wide, w->logits, w->padded, 1, w->n, p->column_values + w->kv_head * p->n_columns * wide, wide, 16,
             p->sink_columns + w->clusters, wide, 1);
@@ -243,58 +241,34 @@ static void finish_queries(const RoutedCall *p, Tile *w) {
         }
         *lse = w->shift[t] + logf(mass);
     }
-}
-
-/* Some tiles of one KV head. They search the same clusters one after the other, which stay in cache meanwhile. */
-static void run_tiles(const RoutedCall *p, Tile *const *tiles, int64_t n) {
-    int64_t block[TILES] = {0};
-    for (int64_t i = 0; i < n; i++) {
-        tiles[i]->read = 0;
-        begin_queries(p, tiles[i]);
-        if (tiles[i]->clusters == 0) block[i] = -1;
-    }
-    for (int64_t left = n; left;)
-        for (int64_t i = left = 0; i < n; i++) {
-            if (block[i] < 0) continue;
-            block[i] = attend_far(p, tiles[i], block[i]);
-            if (block[i] == 0) block[i] = -1;
-            left += block[i] > 0;
-        }
-    for (int64_t i = 0; i < n; i++) finish_queries(p, tiles[i]);
+    return read;
 }
 
 /* Returns 0, or 1 where there was no memory. */
 PRESCORE_EXPORT int prescore_routed_forward(const RoutedCall *p) {
-    /* A job is some queries of a KV head, fewer where threads would have none. */
-    const int64_t threads = prescore_threads(), few = (p->n_query * p->kv_heads + 4 * threads - 1) / (4 * threads);
-    const int64_t size = few < TILE ? TILE : few < TILES * TILE ? few / TILE * TILE : TILES * TILE;
-    const int64_t jobs = (p->n_query + size - 1) / size;
+    const int64_t tiles = (p->n_query + TILE - 1) / TILE;
     LocalKeys local = {0};
     int failed = prescore_load_local(p, &local);
-#pragma omp parallel num_threads(prescore_threads()) if (jobs * p->kv_heads > 1)
+#pragma omp parallel num_threads(prescore_threads()) if (tiles * p->kv_heads > 1)
     {
-        Tile *w[TILES] = {0};
+        Tile *w = failed ? NULL : prescore_new_tile(p, &local);
         int64_t read = 0;
-        for (int64_t i = 0; i < size / TILE && !failed; i++)
-            if (!(w[i] = prescore_new_tile(p, &local))) {
+        if (!w) {
 #pragma omp atomic write
-                failed = 1;
-            }
-#pragma omp barrier
+            failed = 1;
+        }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t job = 0; job < jobs * p->kv_heads; job++) {
+        for (int64_t job = 0; job < tiles * p->kv_heads; job++) {
             /* The last queries see most and go first, so that no thread is left alone with them. One KV head after the other:
              * its int8 keys stay in cache. */
-            const int64_t kv_head = job / jobs, begin = (jobs - 1 - job % jobs) * size;
-            const int64_t stop = begin + size < p->n_query ? begin + size : p->n_query;
-            for (int64_t done = begin; !failed && done < stop;) {
-                int64_t n = 0;
-                for (; n < size / TILE && done < stop; n++) done = next_tile(p, w[n], kv_head, done, stop);
-                run_tiles(p, w, n);
-                for (int64_t i = 0; i < n; i++) read += w[i]->read;
+            const int64_t kv_head = job / tiles, begin = (tiles - 1 - job % tiles) * TILE;
+            const int64_t stop = begin + TILE < p->n_query ? begin + TILE : p->n_query;
+            for (int64_t done = begin; w && done < stop;) {
+                done = next_tile(p, w, kv_head, done, stop);
+                read += run_tile(p, w);
             }
         }
-        for (int64_t i = 0; i < TILES; i++) free(w[i]);
+        free(w);
 #pragma omp atomic
         p->counts[1] += read;
     }

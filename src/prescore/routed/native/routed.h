@@ -11,7 +11,6 @@
 #include "vectors.h"
 
 #define TILE 32        /* queries of a tile: a bit each of 32 */
-#define TILES 4        /* that search the same clusters while these are in cache */
 #define MAX_DIM 256    /* of keys: and of values */
 #define LOCAL_KEYS 256 /* local keys of one step: their weights for a tile stay in cache */
 #define BLOCKS_AT_ONCE 8 /* of sixteen subclusters, searched at a time: the keys read stay in cache for the tile */
@@ -77,7 +76,6 @@ typedef struct {
     float shift[TILE], mass[TILE], sums[TILE * MAX_DIM]; /* of what was read: weights are exp(logit - shift) */
     float least[TILE], reach[TILE]; /* int8 logits above the first are read; how far below it centroids may lie, by their spread */
     int32_t n_hits[TILE];
-    int64_t read; /* far keys that its queries read */
     uint16_t near[TILE];                   /* which of sixteen clusters are within reach */
     uint16_t compared[TILE * 16], above[TILE * 16 + 32]; /* pairs of a query and a subcluster of a block; which keys reach the threshold */
     float compared_logits[TILE * 16 * 16] __attribute__((aligned(64))); /* of the keys of each pair */
