@@ -1,66 +1,293 @@
-/* What a linear layer with int8 weights does beside its product: bfloat16 rows are rounded to int8, and products scaled.
+/* Linear layers with int8 weights: rows of bfloat16 or float32 are rounded to int8, multiplied, scaled and written in one call.
  *
- * linear.py makes the only calls and checks what they touch. The same numbers as its plain torch, in one pass.
+ * linear.py makes the only calls and checks what they touch. Weights lie sixteen outputs side by side, four inputs of each
+ * together. Inputs come in groups with a scale per row each; the products of a group are whole numbers, and groups are added in
+ * one order, so that a row gives the same alone and among others.
  */
-#include <stdint.h>
-#include <string.h>
+#include <stdlib.h>
 
 #include "threads.h"
+#include "vectors.h"
+
+#define ZERO 128               /* weights are stored from 1 to 255 */
+#define PER_PANEL (16 / WIDTH) /* registers that hold sixteen numbers */
+#define BLOCK_ROWS 96          /* rows whose numbers stay in a processor's cache while all weights pass */
+#define SLAB_ROWS 768          /* rows that are rounded at a time */
+#define MOST_GROUP 128
+#define PARALLEL 65536 /* products from which on threads pay */
 
 /* Must equal `_LinearCall` in linear.py. */
 typedef struct {
-    const uint16_t *input;  /* [rows, inputs], bfloat16 */
-    int8_t *rounded;        /* [rows, inputs] */
-    float *by_row;          /* [rows]: what 1 stands for in a row */
-    const int32_t *product; /* [rows, outputs] */
-    const float *by_output; /* [outputs]: what 1 stands for in a row of the weight */
-    uint16_t *output;       /* [rows, outputs], bfloat16 */
+    const void *input;     /* [rows, inputs], bfloat16 or float32 */
+    const uint8_t *weight; /* [panels, quarters, 16, 4] */
+    const float *scale;    /* [panels, 16]: what 1 stands for in an output */
+    const float *bias;     /* [outputs] or NULL */
+    void *output;          /* [rows, outputs], as the input */
     int64_t rows, inputs, outputs;
-    float smallest, inverse; /* a row whose largest magnitude is less counts as having this one; 1 / 127 */
+    int64_t group;       /* inputs of a group: a multiple of four, at most MOST_GROUP */
+    int64_t is_float32;
+    float smallest, inverse; /* a group whose largest magnitude is less counts as having this one; 1 / 127 */
 } LinearCall;
 
-static inline float number(uint32_t raw) {
+/* Rows as int8, some of them as a tile: `[tiles, quarters, rows of the tile, 4]`, zeros after the inputs. */
+typedef struct {
+    int64_t quarters, groups;
+    int8_t *numbers;
+    float *unit;    /* [rows, groups]: what 1 stands for */
+    int32_t *start; /* [rows, groups]: -ZERO times the sum of the numbers */
+} Rounded;
+
+INLINE float number(uint32_t raw) {
     float x;
-    memcpy(&x, &raw, sizeof x);
+    memcpy(&x, &raw, sizeof raw);
     return x;
 }
-static inline uint32_t raw_bits(float x) {
+INLINE uint32_t raw_bits(float x) {
     uint32_t raw;
     memcpy(&raw, &x, sizeof raw);
     return raw;
 }
-
-PRESCORE_EXPORT int prescore_round_rows(const LinearCall *p) {
-#pragma omp parallel for num_threads(prescore_threads()) if (p->rows > 1)
-    for (int64_t i = 0; i < p->rows; i++) {
-        const int64_t inputs = p->inputs;
-        const uint16_t *row = p->input + i * inputs;
-        int8_t *restrict to = p->rounded + i * inputs; /* bytes may alias anything else */
-        uint16_t most = 0; /* magnitudes are ordered as their bits are, with NaN above all */
-        for (int64_t j = 0; j < inputs; j++) {
-            const uint16_t magnitude = row[j] & 0x7fff;
-            most = magnitude > most ? magnitude : most;
-        }
-        const float largest = number((uint32_t)most << 16);
-        const float unit = (largest < p->smallest ? p->smallest : largest) * p->inverse;
-        p->by_row[i] = unit;
-        /* adding 1.5 * 2^23 rounds to an integer and leaves it in the last bits */
-        for (int64_t j = 0; j < inputs; j++) to[j] = (int8_t)(uint8_t)raw_bits(number((uint32_t)row[j] << 16) / unit + 12582912.0f);
-    }
-    return 0;
+INLINE uint16_t to_bfloat16(float x) {
+    const uint32_t raw = raw_bits(x);
+    return (uint16_t)(x == x ? (raw + 0x7fff + (raw >> 16 & 1)) >> 16 : 0x7fc0);
 }
 
-PRESCORE_EXPORT int prescore_scale_products(const LinearCall *p) {
-#pragma omp parallel for num_threads(prescore_threads()) if (p->rows > 1)
-    for (int64_t i = 0; i < p->rows; i++) {
-        const int32_t *row = p->product + i * p->outputs;
-        uint16_t *to = p->output + i * p->outputs;
-        const float unit = p->by_row[i];
-        for (int64_t j = 0; j < p->outputs; j++) {
-            const float x = (float)row[j] * unit * p->by_output[j];
-            const uint32_t raw = raw_bits(x), nearest = (raw + 0x7fff + (raw >> 16 & 1)) >> 16;
-            to[j] = (uint16_t)(x == x ? nearest : 0x7fc0);
+#if defined(__AVX512VNNI__)
+#define TILE_ROWS 12
+#define TILE_PANELS 2
+/* Compilers spill sums that they may rename. */
+#define ADD_PRODUCTS(sum, weights, numbers) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(numbers))
+
+/* Add the products of a group of inputs to `totals`: of `rows` rows with `panels` times sixteen outputs, `step` bytes apart. */
+INLINE void add_group(const int rows, const int panels, const uint8_t *weight, int64_t step, const int32_t *numbers, int64_t quarters,
+                      const int32_t *start, const float *unit, int64_t groups, float *totals) {
+    __m512i sums[TILE_ROWS][TILE_PANELS], some[TILE_PANELS];
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 2
+        for (int k = 0; k < panels; k++) sums[i][k] = _mm512_set1_epi32(start[i * groups]);
+    for (int64_t quarter = 0; quarter < quarters; quarter++, numbers += rows, weight += 64) {
+#pragma GCC unroll 2
+        for (int k = 0; k < panels; k++) some[k] = _mm512_loadu_si512(weight + k * step);
+#pragma GCC unroll 16
+        for (int i = 0; i < rows; i++) {
+            const __m512i four = _mm512_set1_epi32(numbers[i]);
+#pragma GCC unroll 2
+            for (int k = 0; k < panels; k++) ADD_PRODUCTS(sums[i][k], some[k], four);
         }
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; i++, totals += 16 * panels)
+#pragma GCC unroll 2
+        for (int k = 0; k < panels; k++)
+            store(totals + 16 * k, load(totals + 16 * k) + (floats)_mm512_cvtepi32_ps(sums[i][k]) * splat(unit[i * groups]));
+}
+#else
+#define TILE_PANELS 1
+#if defined(__AVX2__) || defined(__aarch64__)
+#define TILE_ROWS 4
+#elif defined(__SSE2__)
+#define TILE_ROWS 2
+#else
+#define TILE_ROWS 1
+#endif
+
+#if defined(__SSE2__)
+typedef int16_t shorts __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint16_t unsigned_shorts __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+INLINE ints add_pairs(ints sum, shorts a, shorts b) {
+#if defined(__AVX2__)
+    return sum + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return sum + (ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#endif
+}
+#endif
+
+INLINE void add_group(const int rows, const int panels, const uint8_t *weight, int64_t step, const int32_t *numbers, int64_t quarters,
+                      const int32_t *start, const float *unit, int64_t groups, float *totals) {
+    ints sums[TILE_ROWS][PER_PANEL];
+    (void)panels, (void)step;
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < PER_PANEL; v++) sums[i][v] = start[i * groups] - (ints){0};
+    for (int64_t quarter = 0; quarter < quarters; quarter++, numbers += rows, weight += 64) {
+#if defined(__SSE2__)
+        for (int v = 0; v < PER_PANEL; v++) { /* sixteen bits hold x + 256 y */
+            const unsigned_shorts pairs = *((const unsigned_shorts *)weight + v);
+            for (int i = 0; i < rows; i++) {
+                const shorts four = (shorts)(numbers[i] - (ints){0});
+                sums[i][v] = add_pairs(sums[i][v], (shorts)(pairs & 255), (four << 8) >> 8);
+                sums[i][v] = add_pairs(sums[i][v], (shorts)(pairs >> 8), four >> 8);
+            }
+        }
+#elif defined(__aarch64__)
+        for (int v = 0; v < PER_PANEL; v++) {
+            const int8x16_t some = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(weight + 16 * v), vdupq_n_u8(ZERO)));
+            for (int i = 0; i < rows; i++) {
+                const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(numbers[i]));
+#if defined(__ARM_FEATURE_DOTPROD)
+                sums[i][v] = (ints)vdotq_s32((int32x4_t)sums[i][v], some, four);
+#else
+                const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(some), vget_low_s8(four)));
+                sums[i][v] += (ints)vpaddq_s32(low, vpaddlq_s16(vmull_high_s8(some, four)));
+#endif
+            }
+        }
+#else
+        int8_t four[4];
+        memcpy(four, numbers, 4);
+        for (int j = 0; j < 64; j++) sums[0][j / 4 / WIDTH][j / 4 % WIDTH] += weight[j] * four[j % 4];
+#endif
+    }
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < PER_PANEL; v++, totals += WIDTH)
+            store(totals, load(totals) + __builtin_convertvector(sums[i][v], floats) * splat(unit[i * groups]));
+}
+#endif
+
+/* Rows of the tile that begins where `left` rows are left. */
+INLINE int64_t tile_rows(int64_t left) {
+    for (int64_t rows = TILE_ROWS; rows > 1; rows = rows > 8 ? 8 : rows / 2)
+        if (left >= rows) return rows;
+    return 1;
+}
+
+/* The numbers of a group as float32. */
+INLINE void read_group(const LinearCall *p, int64_t first, int64_t n, float *to) {
+    if (p->is_float32) {
+        memcpy(to, (const float *)p->input + first, sizeof(float) * (size_t)n);
+        return;
+    }
+    const uint16_t *from = (const uint16_t *)p->input + first;
+    for (int64_t j = 0; j < n; j++) to[j] = number((uint32_t)from[j] << 16);
+}
+
+/* Round row `row` of the input, number `at` of a tile of `rows` rows that begins at `numbers`. */
+static void round_row(const LinearCall *p, int64_t row, int8_t *numbers, int64_t at, int64_t rows, int64_t groups, float *unit, int32_t *start) {
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t first = g * p->group, left = p->inputs - first, n = left < p->group ? left : p->group;
+        float wide[MOST_GROUP];
+        int32_t rounded[MOST_GROUP] = {0}, sum = 0;
+        uint32_t most = 0; /* magnitudes are ordered as their bits are, with NaN above all */
+        read_group(p, row * p->inputs + first, n, wide);
+        for (int64_t j = 0; j < n; j++) {
+            const uint32_t magnitude = raw_bits(wide[j]) & 0x7fffffff;
+            most = magnitude > most ? magnitude : most;
+        }
+        const float one = (number(most) < p->smallest ? p->smallest : number(most)) * p->inverse;
+        for (int64_t j = 0; j < n; j++) { /* adding 1.5 * 2^23 rounds to an integer and leaves it in the last bits */
+            rounded[j] = (int8_t)(uint8_t)raw_bits(wide[j] / one + 12582912.0f);
+            sum += rounded[j];
+        }
+        unit[g] = one < INFINITY ? one : NAN;
+        start[g] = -ZERO * sum;
+        for (int64_t j = 0; j < n; j += 4) {
+            const int8_t four[4] = {(int8_t)rounded[j], (int8_t)rounded[j + 1], (int8_t)rounded[j + 2], (int8_t)rounded[j + 3]};
+            memcpy(numbers + ((first + j) * rows + 4 * at), four, 4);
+        }
+    }
+}
+
+/* Up to sixteen results, as the input. */
+INLINE void write_results(const LinearCall *p, const float *results, int64_t place, int64_t n) {
+    uint16_t halves_of[16];
+    for (int64_t j = 0; j < 16; j++) halves_of[j] = to_bfloat16(results[j]);
+    if (p->is_float32)
+        memcpy((float *)p->output + place, results, sizeof(float) * (size_t)n);
+    else if (n == 16)
+        memcpy((uint16_t *)p->output + place, halves_of, sizeof halves_of);
+    else
+        memcpy((uint16_t *)p->output + place, halves_of, sizeof(uint16_t) * (size_t)n);
+}
+
+/* Results of a tile for `panels` panels. */
+INLINE void multiply_tile(const int rows, const int panels, const LinearCall *p, const Rounded *from, int64_t at, int64_t row, int64_t panel) {
+    const int64_t groups = from->groups, step = from->quarters * 64, per_group = p->group / 4;
+    const uint8_t *weight = p->weight + panel * step;
+    const int32_t *numbers = (const int32_t *)(from->numbers + at * 4 * from->quarters);
+    float totals[TILE_ROWS * TILE_PANELS * 16] = {0};
+    for (int64_t g = 0; g < groups; g++, numbers += per_group * rows, weight += per_group * 64) {
+        const int64_t left = from->quarters - g * per_group, place = at * groups + g;
+        add_group(rows, panels, weight, step, numbers, left < per_group ? left : per_group, from->start + place, from->unit + place, groups,
+                  totals);
+    }
+    for (int i = 0; i < rows; i++)
+        for (int k = 0; k < panels; k++) {
+            const int64_t first = 16 * (panel + k), left = p->outputs - first, n = left < 16 ? left : 16;
+            float *results = totals + (i * panels + k) * 16;
+            for (int64_t j = 0; j < 16; j++) results[j] *= p->scale[first + j];
+            for (int64_t j = 0; p->bias && j < n; j++) results[j] += p->bias[first + j];
+            write_results(p, results, (row + i) * p->outputs + first, n);
+        }
+}
+
+/* As `multiply_tile`, with numbers of rows and panels that the compiler knows. */
+static void multiply_some(const LinearCall *p, const Rounded *from, int64_t at, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
+#define TILE(some)                                                    \
+    if (TILE_ROWS >= some && rows == some) {                          \
+        if (panels == TILE_PANELS)                                    \
+            multiply_tile(some, TILE_PANELS, p, from, at, row, panel); \
+        else                                                          \
+            multiply_tile(some, 1, p, from, at, row, panel);          \
+        return;                                                       \
+    }
+#if TILE_ROWS > 4
+    TILE(12)
+    TILE(8)
+#endif
+#if TILE_ROWS > 2
+    TILE(4)
+#endif
+#if TILE_ROWS > 1
+    TILE(2)
+#endif
+    TILE(1)
+}
+
+/* Rows `first` to `stop` of a slab that begins at row `begin`, for some panels. */
+static void multiply_block(const LinearCall *p, const Rounded *from, int64_t begin, int64_t first, int64_t stop, int64_t panel, int64_t last) {
+    for (; panel < last; panel += TILE_PANELS) {
+        const int64_t panels = last - panel < TILE_PANELS ? last - panel : TILE_PANELS;
+        for (int64_t at = first, rows; at < stop; at += rows) {
+            rows = tile_rows(stop - at);
+            multiply_some(p, from, at, begin + at, rows, panel, panels);
+        }
+    }
+}
+
+static void round_block(const LinearCall *p, const Rounded *to, int64_t begin, int64_t first, int64_t stop) {
+    for (int64_t at = first, rows; at < stop; at += rows) {
+        rows = tile_rows(stop - at);
+        for (int64_t i = 0; i < rows; i++)
+            round_row(p, begin + at + i, to->numbers + at * 4 * to->quarters, i, rows, to->groups, to->unit + (at + i) * to->groups,
+                      to->start + (at + i) * to->groups);
+    }
+}
+
+PRESCORE_EXPORT int prescore_int8_linear(const LinearCall *p) {
+    const int64_t slab = p->rows < SLAB_ROWS ? p->rows : SLAB_ROWS, threads = prescore_threads();
+    const int64_t panels = (p->outputs + 15) / 16, pairs = (panels + 1) / 2;
+    Rounded rounded = {.quarters = (p->inputs + 3) / 4, .groups = (p->inputs + p->group - 1) / p->group};
+    const size_t n_numbers = (size_t)(slab * 4 * rounded.quarters), n_groups = (size_t)(slab * rounded.groups);
+    rounded.numbers = malloc(n_numbers + 8 * n_groups + 1);
+    if (!rounded.numbers) return 1;
+    rounded.unit = (float *)(rounded.numbers + n_numbers);
+    rounded.start = (int32_t *)(rounded.unit + n_groups);
+    for (int64_t begin = 0; begin < p->rows; begin += slab) {
+        const int64_t n = p->rows - begin < slab ? p->rows - begin : slab, blocks = (n + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        const int is_large = threads > 1 && n * p->inputs * p->outputs > PARALLEL;
+        /* parts of the weights, so that all threads have work; pairs of panels stay together */
+        const int64_t wanted = is_large ? (n == 1 ? 1 : 3) * threads / blocks + 1 : 1, parts = wanted < pairs ? wanted : pairs;
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (blocks > 1)
+        for (int64_t block = 0; block < blocks; block++)
+            round_block(p, &rounded, begin, block * BLOCK_ROWS, block + 1 < blocks ? (block + 1) * BLOCK_ROWS : n);
+#pragma omp parallel for schedule(dynamic) num_threads((int)threads) if (is_large)
+        for (int64_t job = 0; job < blocks * parts; job++) {
+            const int64_t block = job / parts, part = job % parts, stop = pairs * (part + 1) / parts * 2;
+            multiply_block(p, &rounded, begin, block * BLOCK_ROWS, block + 1 < blocks ? (block + 1) * BLOCK_ROWS : n,
+                           pairs * part / parts * 2, stop < panels ? stop : panels);
+        }
+    }
+    free(rounded.numbers);
     return 0;
 }

@@ -1,18 +1,19 @@
 """int8 weights and int8 activations in the linear layers of a model, on CPUs.
 
-Weights have one scale per output, activations one per token, from the largest magnitude. A token's result depends
-on that token alone: chunks of a prompt give what one forward gives, and later tokens change nothing.
-The products are torch's (`torch._int_mm`), which use VNNI or AMX where the processor has them. Rounding and
-scaling take one pass of native code for bfloat16, and several of plain torch, with the same result, elsewhere.
+Weights have one scale per output, activations one per token and group of inputs, from the largest magnitude. A
+token's result depends on that token alone: chunks of a prompt give what one forward gives, and later tokens change
+nothing. Rounding, products, scales and bias are one native call; plain torch does the same where nothing could be
+compiled.
 
-torchao quantises in the same way. Its tensors cost more time on CPUs than bfloat16 does in decode steps; see
-docs/serving.md.
+An int8 layer shows its weight as what the numbers stand for: models are saved, loaded and tied as before, and
+nothing meets raw int8 numbers.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,18 @@ from torch import Tensor, nn
 from prescore.autograd import records_gradients
 from prescore.errors import Unsupported
 from prescore.routed.native import library
-from prescore.routed.native.library import Expected, call_library, check_tensors, empty
+from prescore.routed.native.library import Expected, call_library, check_tensors
+from prescore.types import Values
 
-_MOST = 127
+GROUP = 64
+"""Inputs that share a scale in a token: activations inside an MLP have single large entries."""
+_FEWEST = 16
+"""From so many inputs per output on, a layer keeps its dtype: a router decides by small differences."""
+_MOST, _ZERO = 127, 128
 _SMALLEST = 1e-12
+_PANEL, _QUARTER = 16, 4
 _BLOCK = 2**20
-"""Numbers that are rounded or multiplied at a time: what is made of them stays in the processor's cache."""
+"""Weights that are converted at a time."""
 _LIBRARY = torch.library.Library("prescore", "FRAGMENT")
 
 
@@ -33,8 +40,8 @@ class _LinearCall(ctypes.Structure):
     """What is read and made, as `LinearCall` in linear.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("input", "rounded", "by_row", "product", "by_output", "output")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("input", "weight", "scale", "bias", "output")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "group", "is_float32")),
         *((name, ctypes.c_float) for name in ("smallest", "inverse")),
     )
 
@@ -42,28 +49,31 @@ class _LinearCall(ctypes.Structure):
 class Int8Linear(nn.Linear):
     """A linear layer whose weight is int8, with a float32 scale per output; for inference.
 
+    `weight` is a copy of what the numbers stand for, in the dtype of the converted layer, and cannot be written
+    to; a new weight can be assigned. A state dict holds this weight, and loading one rounds it again.
+
     Args:
-        linear: The layer to convert; it is not changed.
+        linear: The layer to convert; it is not changed, and its hooks go on with the new layer.
+
+    Attributes:
+        numbers: `[panels, quarters, 16, 4]` uint8: sixteen outputs side by side, four inputs together; 128 = 0.
+        scale: `[panels, 16]`: what 1 stands for in an output.
     """
 
+    numbers: Tensor
     scale: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
+        if "forward" in vars(linear):
+            raise Unsupported(
+                "int8 weights", ["the forward of a layer was replaced, as accelerate does to offload it"]
+            )
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        blocks = linear.weight.detach().split(max(1, _BLOCK // self.in_features))
-        weights, scales = zip(*map(_rounded, blocks), strict=True)
-        self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-        self.register_buffer("scale", torch.cat(scales)[:, 0])
+        self.training = linear.training
+        vars(self).update({name: value for name, value in vars(linear).items() if "_hooks" in name})
         self.bias = linear.bias
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        """Move the layer; a cast of the model leaves its scales in float32."""
-        scale = self.scale
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.scale.dtype != torch.float32:
-            self.scale = scale.to(self.scale.device)
-        return self
+        self._store(linear.weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output, in the dtype of its input."""
@@ -74,21 +84,111 @@ class Int8Linear(nn.Linear):
             )
         if records_gradients(input):
             raise Unsupported("gradients through int8 weights", ["their products are rounded"])
-        # an operator of torch: native code never meets a fake, traced, negated or zero tensor, and inductor, which
-        # computes products of a single row in int8 where they overflow, does not see inside
-        rows = input.reshape(-1, self.in_features)
-        output: Tensor = torch.ops.prescore.int8_linear(rows, self.weight, self.scale)
-        output = output.view(*input.shape[:-1], self.out_features)
-        return output if self.bias is None else output + self.bias
+        # an operator of torch: native code never meets a fake, traced, negated or zero tensor
+        rows, bias = input.reshape(-1, self.in_features), None if self.bias is None else self.bias.detach()
+        output: Tensor = torch.ops.prescore.int8_linear(rows, self.numbers, self.scale, bias, self.out_features)
+        return output.view(*input.shape[:-1], self.out_features)
+
+    # --- the weight, as others see it
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            return self._dequantised().as_subclass(_ReadOnly)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self._store(value)
+        else:
+            super().__setattr__(name, value)
+
+    def _store(self, weight: Tensor) -> None:
+        if weight.ndim != 2 or weight.shape[1] != self.in_features or not weight.is_floating_point():
+            got = f"{tuple(weight.shape)} {weight.dtype}"
+            raise ValueError(f"weight must be floating [outputs, {self.in_features}], got {got}")
+        if weight.device.type != "cpu":
+            raise Unsupported("int8 weights", [f"weights must be on a CPU, got {weight.device}"])
+        self.out_features, self._dtype = weight.shape[0], weight.dtype
+        panels, quarters = -(-weight.shape[0] // _PANEL), -(-weight.shape[1] // _QUARTER)
+        numbers = torch.empty(panels, quarters, _PANEL, _QUARTER, dtype=torch.uint8, device="cpu")
+        scale = torch.ones(panels, _PANEL, dtype=torch.float32, device="cpu")
+        size = max(1, _BLOCK // (_PANEL * self.in_features))
+        with torch.no_grad():
+            for first in range(0, panels, size):
+                rounded, unit = _rounded(weight.detach()[first * _PANEL : (first + size) * _PANEL])
+                some = slice(first, first + size)
+                numbers[some] = _packed(rounded)
+                scale[some].view(-1)[: len(unit)] = unit[:, 0]
+        self.register_buffer("numbers", numbers, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+
+    def _dequantised(self) -> Tensor:
+        size = max(1, _BLOCK // (_PANEL * self.in_features))
+        blocks = zip(self.numbers.split(size), self.scale.split(size), strict=True)
+        parts = [(_unpacked(some) * scale.view(-1, 1)).to(self._dtype) for some, scale in blocks]
+        return torch.cat(parts)[: self.out_features, : self.in_features].contiguous()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+        """Move the layer; a cast of the model leaves its scales in float32."""
+        scale = self.scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.scale.dtype != torch.float32:
+            self.scale = scale.to(self.scale.device)
+        self._dtype = fn(torch.empty(0, dtype=self._dtype, device=scale.device)).dtype
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self._dequantised()
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, *messages: list[str]
+    ) -> None:
+        missing, _, errors = messages
+        name = f"{prefix}weight"
+        others = {key: value for key, value in state_dict.items() if key != name}
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, *messages)
+        weight = state_dict.get(name)
+        if weight is None:
+            missing.extend([name] if strict else [])
+        elif weight.shape != (self.out_features, self.in_features):
+            wanted = (self.out_features, self.in_features)
+            errors.append(f"{name} must be {wanted}, got {tuple(weight.shape)}")
+        else:
+            dtype = self._dtype
+            self._store(weight)
+            self._dtype = dtype
+
+
+class _ReadOnly(Tensor):
+    """The weight that an int8 layer shows: writing to it, or to a view of it, is refused and not lost."""
+
+    _is_param = True  # what asks for a parameter gets one
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Values | None = None) -> Any:
+        name, first = func.__name__, next(iter((*args, *(kwargs or {}).values())), None)
+        source = first if isinstance(first, _ReadOnly) else None
+        writes = name in ("__set__", "__setitem__") or name.startswith("__i") or name == f"{name.rstrip('_')}_"
+        if writes and source is not None:
+            cure = "convert to int8 after the change, or assign a new weight"
+            raise Unsupported("writing to an int8 weight", [f"it is a copy of what the layer holds; {cure}"])
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if source is None or not isinstance(result, Tensor) or result is source:
+                return result
+            is_view = result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+            return result.as_subclass(_ReadOnly if is_view else Tensor)
 
 
 def use_int8_weights(model: nn.Module) -> nn.Module:
     """Give the linear layers of a model int8 weights, in place; returns the model.
 
-    Layers with at least twice as many inputs as outputs keep their dtype: activations between the two halves of
-    an MLP have single large entries, and one scale per token would round all others away. So does everything
-    else: load the model in bfloat16. An output layer that shares its weight with the input embedding gets an int8
-    copy. The model can no longer be trained.
+    Layers with at least 16 times as many inputs as outputs keep their dtype: routers and classifiers. So does
+    everything else: load the model in bfloat16. An output layer that shares its weight with the input embedding
+    gets an int8 copy. Layers are converted one after the other, so that no more memory is needed than for the
+    model and one layer. The model can no longer be trained; it is saved with the weights that its numbers stand
+    for.
 
     Args:
         model: On a CPU, with weights in a floating dtype.
@@ -99,58 +199,71 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {model!r}")
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and 1 < child.in_features < 2 * child.out_features
-    ]
-    for _, name, child in found:
-        weight = child.weight
-        if weight.device.type != "cpu" or not weight.is_floating_point():
-            raise Unsupported(
-                "int8 weights",
-                [f"weights must be floating and on a CPU, got {name} {weight.dtype} on {weight.device}"],
-            )
-    for parent, name, child in found:
-        setattr(parent, name, Int8Linear(child))
+    if _suits(model):
+        raise ValueError("model must hold linear layers, got a Linear alone, which Int8Linear(layer) converts")
+    for parent, name in _places(model):
+        layer = parent._modules[name]
+        if layer is not None and (layer.weight.device.type != "cpu" or not layer.weight.is_floating_point()):
+            got = f"{name} {layer.weight.dtype} on {layer.weight.device}"
+            raise Unsupported("int8 weights", [f"weights must be floating and on a CPU, got {got}"])
+    made: dict[int, Int8Linear] = {}  # by the identity of layers, which live until their last name is replaced
+    for parent, name in _places(model):
+        layer = parent._modules[name]
+        if isinstance(layer, nn.Linear):
+            made[id(layer)] = converted = made.get(id(layer)) or Int8Linear(layer)
+            setattr(parent, name, converted)
     return model
 
 
-def _int8_linear(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """`input [M, K]` times `weight [N, K]`."""
-    output = input.new_empty(input.shape[0], weight.shape[0])
-    is_native = input.dtype == torch.bfloat16 and input.device.type == "cpu"
-    multiply = _multiply_native if is_native and library.loaded_level() != library.NO_LEVEL else _multiply
-    size = max(1, _BLOCK // max(weight.shape))
-    for rows, to in zip(input.split(size), output.split(size), strict=True):
-        multiply(rows, weight, scale, to)
+def _suits(module: nn.Module | None) -> bool:
+    return type(module) is nn.Linear and 1 < module.in_features < _FEWEST * module.out_features
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every name of a layer to convert, and the module that holds it."""
+    return [
+        (parent, name) for parent in model.modules() for name, child in parent._modules.items() if _suits(child)
+    ]
+
+
+# --- products
+
+
+def _int8_linear(input: Tensor, numbers: Tensor, scale: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
+    """`input [M, K]` times the weight of an `Int8Linear`."""
+    wide = None if bias is None else bias.float()
+    is_native = input.device.type == "cpu" and library.loaded_level() != library.NO_LEVEL
+    multiply = _multiply_native if is_native else _multiply
+    if input.dtype in (torch.bfloat16, torch.float32):
+        return multiply(input, numbers, scale, wide, n_out)
+    return multiply(input.float(), numbers, scale, wide, n_out).to(input.dtype)
+
+
+def _multiply(input: Tensor, numbers: Tensor, scale: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
+    weight = _unpacked(numbers).t()
+    inputs = nn.functional.pad(input.float(), (0, len(weight) - input.shape[1]))
+    total = torch.zeros(len(input), weight.shape[1], dtype=torch.float32, device=input.device)
+    for some, columns in zip(inputs.split(GROUP, 1), weight.split(GROUP), strict=True):
+        rounded, unit = _rounded(some)
+        total += torch._int_mm(rounded, columns).float() * unit
+    total = (total * scale.view(-1))[:, :n_out]
+    return (total if bias is None else total + bias).to(input.dtype)
+
+
+def _multiply_native(input: Tensor, numbers: Tensor, scale: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
+    """As `_multiply`, up to rounding."""
+    (n_rows, n_in), input = input.shape, input.contiguous()
+    panels, quarters = -(-n_out // _PANEL), -(-n_in // _QUARTER)
+    output = torch.empty(n_rows, n_out, dtype=input.dtype, device="cpu")
+    expected = [
+        Expected("numbers", numbers, (panels, quarters, _PANEL, _QUARTER), torch.uint8),
+        Expected("scale", scale, (panels, _PANEL)),
+    ]
+    check_tensors(expected if bias is None else [*expected, Expected("bias", bias, (n_out,))])
+    pointers = (input.data_ptr(), numbers.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr())
+    sizes = (n_rows, n_in, n_out, GROUP, input.dtype == torch.float32)
+    call_library("prescore_int8_linear", _LinearCall(*pointers, output.data_ptr(), *sizes, _SMALLEST, 1 / _MOST))
     return output
-
-
-def _multiply(input: Tensor, weight: Tensor, scale: Tensor, output: Tensor) -> None:
-    rounded, by_row = _rounded(input)
-    output.copy_(torch._int_mm(rounded, weight.t()).float().mul_(by_row).mul_(scale))
-
-
-def _multiply_native(input: Tensor, weight: Tensor, scale: Tensor, output: Tensor) -> None:
-    """As `_multiply`, with the same result."""
-    (n_rows, n_in), n_out, input = input.shape, weight.shape[0], input.contiguous()
-    rounded, by_row = empty(n_rows, n_in, dtype=torch.int8), empty(n_rows)
-    check_tensors(
-        [
-            Expected("input", input, (n_rows, n_in), torch.bfloat16),
-            Expected("scale", scale, (n_out,)),
-            Expected("output", output, (n_rows, n_out), torch.bfloat16),
-        ]
-    )
-    call = _LinearCall(input.data_ptr(), rounded.data_ptr(), by_row.data_ptr())
-    call.rows, call.inputs, call.outputs, call.smallest, call.inverse = n_rows, n_in, n_out, _SMALLEST, 1 / _MOST
-    call_library("prescore_round_rows", call)
-    product = torch._int_mm(rounded, weight.t())
-    check_tensors([Expected("product", product, (n_rows, n_out), torch.int32)])
-    call.product, call.by_output, call.output = product.data_ptr(), scale.data_ptr(), output.data_ptr()
-    call_library("prescore_scale_products", call)
 
 
 def _rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,10 +273,36 @@ def _rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).round_().to(torch.int8), scale
 
 
-def _shapes(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    return input.new_empty((input.shape[0], weight.shape[0]))
+def _packed(rounded: Tensor) -> Tensor:
+    """int8 `[N, K]` as `numbers` of an `Int8Linear`."""
+    n_out, n_in = rounded.shape
+    whole = nn.functional.pad(rounded, (0, -n_in % _QUARTER, 0, -n_out % _PANEL))
+    quarters = (
+        whole.view(torch.int32)
+        .unflatten(0, (-1, _PANEL))
+        .transpose(1, 2)
+        .clone(memory_format=torch.contiguous_format)
+    )
+    return quarters.view(torch.uint8).unflatten(-1, (_PANEL, _QUARTER)) ^ _ZERO
 
 
-_LIBRARY.define("int8_linear(Tensor input, Tensor weight, Tensor scale) -> Tensor")
+def _unpacked(numbers: Tensor) -> Tensor:
+    """`numbers` of an `Int8Linear` as int8 `[N, K]`, rounded up to whole panels and quarters."""
+    quarters = (
+        (numbers ^ _ZERO)
+        .flatten(-2)
+        .view(torch.int32)
+        .transpose(1, 2)
+        .clone(memory_format=torch.contiguous_format)
+    )
+    rows: Tensor = quarters.view(torch.int8).flatten(0, 1)
+    return rows
+
+
+def _shapes(input: Tensor, numbers: Tensor, scale: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
+    return input.new_empty((input.shape[0], n_out))
+
+
+_LIBRARY.define("int8_linear(Tensor input, Tensor numbers, Tensor scale, Tensor? bias, int n_out) -> Tensor")
 _LIBRARY.impl("int8_linear", _int8_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("prescore::int8_linear", _shapes, lib=_LIBRARY)
