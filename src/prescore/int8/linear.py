@@ -277,26 +277,18 @@ def _packed(rounded: Tensor) -> Tensor:
     """int8 `[N, K]` as `numbers` of an `Int8Linear`."""
     n_out, n_in = rounded.shape
     whole = nn.functional.pad(rounded, (0, -n_in % _QUARTER, 0, -n_out % _PANEL))
-    quarters = (
-        whole.view(torch.int32)
-        .unflatten(0, (-1, _PANEL))
-        .transpose(1, 2)
-        .clone(memory_format=torch.contiguous_format)
-    )
-    return quarters.view(torch.uint8).unflatten(-1, (_PANEL, _QUARTER)) ^ _ZERO
+    quarters = whole.view(torch.int32).unflatten(0, (-1, _PANEL))
+    return _transposed(quarters).view(torch.uint8).unflatten(-1, (_PANEL, _QUARTER)) ^ _ZERO
 
 
 def _unpacked(numbers: Tensor) -> Tensor:
     """`numbers` of an `Int8Linear` as int8 `[N, K]`, rounded up to whole panels and quarters."""
-    quarters = (
-        (numbers ^ _ZERO)
-        .flatten(-2)
-        .view(torch.int32)
-        .transpose(1, 2)
-        .clone(memory_format=torch.contiguous_format)
-    )
-    rows: Tensor = quarters.view(torch.int8).flatten(0, 1)
-    return rows
+    quarters = (numbers ^ _ZERO).flatten(-2).view(torch.int32)
+    return _transposed(quarters).view(torch.int8).flatten(0, 1)
+
+
+def _transposed(quarters: Tensor) -> Tensor:
+    return quarters.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def _shapes(input: Tensor, numbers: Tensor, scale: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
