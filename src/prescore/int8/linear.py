@@ -278,12 +278,12 @@ def _packed(rounded: Tensor) -> Tensor:
     n_out, n_in = rounded.shape
     whole = nn.functional.pad(rounded, (0, -n_in % _QUARTER, 0, -n_out % _PANEL))
     quarters = whole.view(torch.int32).unflatten(0, (-1, _PANEL))
-    return _transposed(quarters).view(torch.uint8).unflatten(-1, (_PANEL, _QUARTER)) ^ _ZERO
+    return torch.bitwise_xor(_transposed(quarters).view(torch.uint8).unflatten(-1, (_PANEL, _QUARTER)), _ZERO)
 
 
 def _unpacked(numbers: Tensor) -> Tensor:
     """`numbers` of an `Int8Linear` as int8 `[N, K]`, rounded up to whole panels and quarters."""
-    quarters = (numbers ^ _ZERO).flatten(-2).view(torch.int32)
+    quarters = torch.bitwise_xor(numbers, _ZERO).flatten(-2).view(torch.int32)
     return _transposed(quarters).view(torch.int8).flatten(0, 1)
 
 
