@@ -275,7 +275,11 @@ def exact_under_mask(
         # query heads of a KV head are queries of one head: torch's grouped attention takes ten times as long
         groups = query.shape[1] // key.shape[1]
         together = query.reshape(*key.shape[:2], groups * query.shape[2], query.shape[-1])
-        output = scaled_dot_product_attention(together, key, value, dropout_p=dropout, scale=scale)
+        needs_torch = dropout or records_gradients(query, key, value) or torch.compiler.is_compiling()
+        if not needs_torch and native.can_attend_step(together, key, value):
+            output = native.attend_step(together, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
+        else:
+            output = scaled_dot_product_attention(together, key, value, dropout_p=dropout, scale=scale)
         return output.reshape(*query.shape[:3], value.shape[-1])
     if form.kind in ("causal", "full") and dropout == 0.0:
         options = Options(is_causal=form.kind == "causal", key_padding_mask=form.valid, scale=scale)
@@ -299,6 +303,10 @@ def _windowed(
     """A sliding window, by native code, or a block of queries at a time over the keys that its windows reach."""
     n_query, window = query.shape[2], form.window or form.n_keys
     n_before = form.n_keys - n_query
+    if n_query == 1 and form.valid is None:
+        first = max(0, form.n_keys - window)
+        seen = MaskForm("full", form.n_keys - first)
+        return exact_under_mask(query, key[:, :, first:], value[:, :, first:], seen, scale=scale, dropout=dropout)
     ranges = _ranges(form, n_before, window, query.device)
     needs_torch = dropout or records_gradients(query, key, value)
     if ranges is not None and not needs_torch and native.can_run(query, value.shape[-1], native.WIDTH):

@@ -37,6 +37,8 @@ from prescore.types import Attended
 WIDTH = 16
 """Columns and keys that lie side by side."""
 MAX_DIM = 256
+STEP_QUERIES = 16
+"""Queries of a KV head that a step has at most."""
 KEY_ZERO = 64
 """What 0 is stored as: native code has keys without sign."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -425,6 +427,48 @@ def forward(
     call = routed_call((query, key, value), index, view, results, reads_local=True)
     call_library("prescore_routed_forward", call)
     return Attended(results["output"], results["lse"]), results["threshold"], results["counts"]
+
+
+class StepCall(ctypes.Structure):
+    """What is read and made, as `StepCall` in step.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "output")),
+        *((name, ctypes.c_int64 * 3) for name in ("key_step", "value_step")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("batch", "kv_heads", "n_query", "n_keys", "dim", "value_dim", "type")
+        ),
+        ("scale", ctypes.c_float),
+    )
+
+
+def can_attend_step(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `attend_step` can run: a few queries `[B, Hkv, n, D]` over keys `[B, Hkv, N, D]`, N at least 1."""
+    same_type = query.dtype == key.dtype == value.dtype and key.device == value.device == query.device
+    some = 0 < query.shape[2] <= STEP_QUERIES and key.shape[2] > 0 and query.shape[0] > 0
+    return same_type and some and can_run(query, value.shape[-1], WIDTH)
+
+
+def attend_step(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Exact attention of a decode step: every query `[B, Hkv, n, D]` sees all keys `[B, Hkv, N, D]`."""
+    (batch, heads, n_query, dim), n_keys, value_dim = query.shape, key.shape[2], value.shape[-1]
+    query, key, value = query.contiguous(), *(t if t.stride(-1) == 1 else t.contiguous() for t in (key, value))
+    wanted = {"key": (key, dim), "value": (value, value_dim)}
+    for name, (tensor, width) in wanted.items():
+        if tensor.shape != (batch, heads, n_keys, width) or tensor.dtype != query.dtype:
+            got = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"{name} must be {(batch, heads, n_keys, width)} {query.dtype}, got {got}")
+    if not can_attend_step(query, key, value):
+        raise ValueError(
+            f"a step must be at most {STEP_QUERIES} queries over some keys, got {query.shape}, {key.shape}"
+        )
+    output = empty(batch, heads, n_query, value_dim)
+    pointers = (query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr())
+    steps = ((ctypes.c_int64 * 3)(*tensor.stride()[:3]) for tensor in (key, value))
+    sizes = (batch, heads, n_query, n_keys, dim, value_dim, TYPES[query.dtype])
+    call_library("prescore_exact_step", StepCall(*pointers, *steps, *sizes, scale))
+    return output.to(query.dtype)
 
 
 def attend_ranges(
