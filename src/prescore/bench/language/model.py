@@ -155,8 +155,8 @@ def load_language_model(
     mend_torchvision()
     logging: Any = importlib.import_module("transformers.utils.logging")
     logging.disable_progress_bar()  # the commands show their own progress
-    model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
-    model = model.to(device=device, dtype=DTYPES[dtype]).eval()
+    model, tokenizer = load_model(name, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = model.to(device=device).eval()
     if weights == INT8:
         use_int8_weights(model)
     loaded = LanguageModel(name, model, tokenizer)
