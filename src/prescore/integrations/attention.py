@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 from torch import Tensor
@@ -238,6 +238,7 @@ def refusal(layer: int, owner: str, reasons: Sequence[str]) -> Unsupported:
     return Unsupported(what, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
 
 
+@lru_cache(maxsize=4096)  # of every step of every layer
 def layer_seed(seed: int, layer: int) -> int:
     """The seed of one layer."""
     return Streams(seed).child(f"layer {layer}").seed

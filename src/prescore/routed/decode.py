@@ -156,17 +156,16 @@ class StepAttention:
         operator, backend = self._runners
         index = self._index.extend(key, value, layout, backend)
         n_behind = index.positions.shape[1] // layout.clusters_per_chunk - layout.n_chunks
+        n_clusters = layout.n_chunks * layout.clusters_per_chunk
+        local_start = layout.sinks + layout.n_chunks * layout.chunk_size
+        if self._prepared is not None and self._prepared[0] is index and backend == "native" and not n_behind:
+            return self._prepared[1].attend(query, key, value, n_clusters, local_start)
         seen = index.under(index.key_cov.shape[1] - 1 - n_behind)  # behind: a step was taken back
         log_inverse = log_inverse_weight(self._config.min_weight)
-        n_clusters = layout.n_chunks * layout.clusters_per_chunk
         if backend == "native":
-            local_start = layout.sinks + layout.n_chunks * layout.chunk_size
-            if n_behind:
-                step = native.PreparedStep(seen, log_inverse, scale)
-                return step.attend(query, key, value, n_clusters, local_start)
-            if self._prepared is None or self._prepared[0] is not index:
-                self._prepared = index, native.PreparedStep(seen, log_inverse, scale)
-            return self._prepared[1].attend(query, key, value, n_clusters, local_start)
+            step = native.PreparedStep(seen, log_inverse, scale)
+            self._prepared = self._prepared if n_behind else (index, step)
+            return step.attend(query, key, value, n_clusters, local_start)
         view = make_view(layout, len(query), 1, log_inverse, scale, operator, backend)
         view = replace(view, clusters_per_cov=n_clusters)
         keys, values = key.flatten(0, 1), value.flatten(0, 1)
