@@ -56,7 +56,7 @@ INLINE uint16_t to_bfloat16(float x) {
 #define TILE_ROWS 12
 #define TILE_PANELS 2
 /* Compilers spill sums that they may rename. */
-#define ADD_PRODUCTS(sum, weights, numbers) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(numbers))
+#define ADD_FOUR(sum, weights, numbers) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(numbers))
 
 /* Add the products of a group of inputs to `totals`: of `rows` rows with `panels` times sixteen outputs, `step` bytes apart. */
 INLINE void add_group(const int rows, const int panels, const uint8_t *weight, int64_t step, const int32_t *numbers, int64_t quarters,
@@ -73,7 +73,7 @@ INLINE void add_group(const int rows, const int panels, const uint8_t *weight, i
         for (int i = 0; i < rows; i++) {
             const __m512i four = _mm512_set1_epi32(numbers[i]);
 #pragma GCC unroll 2
-            for (int k = 0; k < panels; k++) ADD_PRODUCTS(sums[i][k], some[k], four);
+            for (int k = 0; k < panels; k++) ADD_FOUR(sums[i][k], some[k], four);
         }
     }
 #pragma GCC unroll 16
@@ -90,6 +90,12 @@ INLINE void add_group(const int rows, const int panels, const uint8_t *weight, i
 #define TILE_ROWS 2
 #else
 #define TILE_ROWS 1
+#endif
+
+#if defined(__aarch64__)
+#define FIRST_SUM(start) 0 /* its instructions take signed weights */
+#else
+#define FIRST_SUM(start) (start)
 #endif
 
 #if defined(__SSE2__)
@@ -109,7 +115,7 @@ INLINE void add_group(const int rows, const int panels, const uint8_t *weight, i
     ints sums[TILE_ROWS][PER_PANEL];
     (void)panels, (void)step;
     for (int i = 0; i < rows; i++)
-        for (int v = 0; v < PER_PANEL; v++) sums[i][v] = start[i * groups] - (ints){0};
+        for (int v = 0; v < PER_PANEL; v++) sums[i][v] = (ints){0} + FIRST_SUM(start[i * groups]);
     for (int64_t quarter = 0; quarter < quarters; quarter++, numbers += rows, weight += 64) {
 #if defined(__SSE2__)
         for (int v = 0; v < PER_PANEL; v++) { /* sixteen bits hold x + 256 y */
@@ -223,7 +229,7 @@ INLINE void multiply_tile(const int rows, const int panels, const LinearCall *p,
 
 /* As `multiply_tile`, with numbers of rows and panels that the compiler knows. */
 static void multiply_some(const LinearCall *p, const Rounded *from, int64_t at, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-#define TILE(some)                                                    \
+#define TILE_OF(some)                                                  \
     if (TILE_ROWS >= some && rows == some) {                          \
         if (panels == TILE_PANELS)                                    \
             multiply_tile(some, TILE_PANELS, p, from, at, row, panel); \
@@ -232,16 +238,16 @@ static void multiply_some(const LinearCall *p, const Rounded *from, int64_t at, 
         return;                                                       \
     }
 #if TILE_ROWS > 4
-    TILE(12)
-    TILE(8)
+    TILE_OF(12)
+    TILE_OF(8)
 #endif
 #if TILE_ROWS > 2
-    TILE(4)
+    TILE_OF(4)
 #endif
 #if TILE_ROWS > 1
-    TILE(2)
+    TILE_OF(2)
 #endif
-    TILE(1)
+    TILE_OF(1)
 }
 
 /* Rows `first` to `stop` of a slab that begins at row `begin`, for some panels. */

@@ -6,6 +6,7 @@
 
 #include "centroids.h"
 #include "index.c"
+#include "linear.c"
 
 int prescore_routed_forward(const RoutedCall *p);
 
@@ -364,8 +365,31 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
     free_rows(&queries);
 }
 
+static void check_linear(void) {
+    enum { N_ROWS = 15, N_INPUTS = 70, N_OUTPUTS = 37, N_PANELS = 3, N_QUARTERS = 18 };
+    static uint8_t weight[N_PANELS * N_QUARTERS * 64];
+    static float input[N_ROWS * N_INPUTS], scale[N_PANELS * 16], bias[N_OUTPUTS], output[N_ROWS * N_OUTPUTS];
+    for (int extreme = 0; extreme < 2; extreme++) {
+        for (size_t i = 0; i < sizeof weight; i++) weight[i] = extreme ? (i % 3 ? 255 : 1) : (uint8_t)(whole() + ZERO);
+        for (int i = 0; i < N_ROWS * N_INPUTS; i++) input[i] = extreme ? (i % 2 ? 127 : -127) : (float)whole();
+        for (int i = 0; i < N_ROWS; i++) input[i * N_INPUTS] = input[i * N_INPUTS + 64] = 127; /* so that 1 stands for 1 in both groups */
+        fill(scale, N_PANELS * 16);
+        fill(bias, N_OUTPUTS);
+        const LinearCall call = {input, weight, scale, bias, output, N_ROWS, N_INPUTS, N_OUTPUTS, 64, 1, 1e-12f, 1.0f / 127};
+        check(prescore_int8_linear(&call) == 0, "a linear layer", 1, 0);
+        for (int row = 0; row < N_ROWS; row++)
+            for (int j = 0; j < N_OUTPUTS; j++) {
+                double sum = 0;
+                for (int i = 0; i < N_INPUTS; i++)
+                    sum += input[row * N_INPUTS + i] * (weight[((j / 16 * N_QUARTERS + i / 4) * 16 + j % 16) * 4 + i % 4] - ZERO);
+                close_to("a linear layer", output[row * N_OUTPUTS + j], sum * scale[j] + bias[j], 1e6);
+            }
+    }
+}
+
 int main(void) {
     check_int8();
+    check_linear();
     check_numbers();
     check_halves();
     check_products();

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prescore.routed.native.build import CODE_FLAGS, FOLDER, PLAIN_FLAGS, levels_of_machine
+from prescore.routed.native.build import CODE_FLAGS, FOLDER, PLAIN_FLAGS, SOURCES, levels_of_machine
 from prescore.routed.native.library import levels_of_processor
 
 pytestmark = pytest.mark.slow
@@ -26,8 +26,9 @@ needs_arm = pytest.mark.skipif(
 def run_check(folder, compiler, flags, runner=()):
     """Compile `check.c` with the sources it checks, run it, and return what it prints: names and numbers."""
     program = folder / "check"
-    sources = [path for path in sorted(FOLDER.glob("*.c")) if path.name != "index.c"]  # included by check.c
-    command = [compiler, *CODE_FLAGS, *flags, "-I", FOLDER, CHECK, *sources, "-o", program, "-lm"]
+    sources = [path for path in sorted(FOLDER.glob("*.c")) if path.name != "index.c"]  # check.c includes it
+    folders = [part for folder in SOURCES for part in ("-I", folder)]
+    command = [compiler, *CODE_FLAGS, *flags, *folders, CHECK, *sources, "-o", program, "-lm"]
     subprocess.run(command, check=True)
     done = subprocess.run([*runner, program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
