@@ -37,7 +37,6 @@ REMAINING = {
     "routed.attention._same_start": "padding, Routed: likewise, and short ones",
     "routed.attention._by_start": "padding, Routed: one call for each position at which sequences begin",
     "routed.attention._view": "padding, Routed: the host cuts queries into blocks that see the same clusters",
-    "call.Call.with_trailing_padding": "padding, Routed: the queries behind the last key are a call of their own",
     "routed.decode.StepAttention._attend_far": "decode steps, Routed: the number of keys read is kept as a float",
 }
 """Functions that read a number from the device, and why. Without padding, with `top_k` and a scorer that factors
@@ -97,9 +96,7 @@ CASES = {
     "routed, padded, full": Case(
         ROUTED, reads=PADDED | {"routed.attention._same_start"}, options={"padded": True}
     ),
-    "routed, padded, causal": Case(
-        ROUTED, True, PADDED | {"call.Call.with_trailing_padding"}, options={"padded": True}
-    ),
+    "routed, padded, causal": Case(ROUTED, True, PADDED, options={"padded": True}),
     **{
         f"scorer {name}": Case(Selected(name, 40, min_seq_len=32), reads=FACTORISED.get(name, frozenset()))
         for name in prescore.list_scorers()

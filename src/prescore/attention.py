@@ -113,8 +113,9 @@ def prescored_attention(
         is_causal: Queries are the last `Nq` positions and see no later key. What comes later changes no earlier
             output: to the bit for `Routed`, and up to rounding for `Selected` and `Hyper`, which compute in
             float64 where any lse is above 1024.
-        key_padding_mask: `[B, Nk]`, True = a real key. Queries of padded keys see the real keys before them; in
-            causal mode a padding query that holds NaN or infinity is read as zeros.
+        key_padding_mask: `[B, Nk]`, True = a real key. A causal query before the first or after the last real key
+            sees nothing: output 0, lse -inf. One of padding between real keys sees those before it, and is read
+            as zeros where it holds NaN or infinity.
         scale: Factor of the logits, any finite number; `D ** -0.5` by default.
         generator: Seed, generator or None; or one seed for each sequence, which otherwise share their draws.
         selection: With a `Selected`: use this selection instead of making one. Without a configuration: as
@@ -314,7 +315,7 @@ def attend(
             raise Unsupported("backend 'native'", [reason])
         if reason:
             result = replace(result, stats={**result.stats, "exact_reason": reason}, why_exact=reason)
-        if call.shift is None:
+        if call.shift is None and call.blind is None:
             return result
         output, lse = call.restore(result.attended)
         selections = [shifted_back(kept, call.shift, call.n_keys) for kept in result.selections]

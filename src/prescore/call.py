@@ -6,8 +6,7 @@ engine runs, and results are shifted back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -53,9 +52,11 @@ class Call:
         query_start: `[B]` position of the first query row, or an int where all rows agree. 0 without a causal
             mask.
         query_valid: `[B, Nq]`, False on padding queries (as many queries as keys, and the key there is padding);
-            None = all are real. Padding queries get an output, but move no other query.
+            None = all are real. They move no other query.
         shift: `[B]` how far each row moved; None = not at all.
         queries_moved: Whether the queries were shifted too.
+        blind: `[B, Nq]` in the caller's positions, for `restore`: causal queries before the first or after the
+            last real key, which see nothing; None = there are none.
         backend: What runs the far keys of a `Routed`: `native`, `triton` or `plain`; under `auto`, what can.
         key_index: What the engine keeps between calls over a growing sequence; None = nothing.
     """
@@ -72,6 +73,7 @@ class Call:
     query_valid: Tensor | None = None
     shift: Tensor | None = None
     queries_moved: bool = False
+    blind: Tensor | None = None
     backend: str = "auto"
     key_index: object = None
 
@@ -104,59 +106,15 @@ class Call:
         operator = self.operator.at(place)
         return attend_parts(self.query, self.key, self.value, parts, scale=self.scale, operator=operator)
 
-    def with_trailing_padding(self, result: Attended, attend: Callable[[Call], Attended]) -> Attended:
-        """The result, with the padding queries after the last real keys answered by a call of their own.
-
-        By the rule of exact attention such a query sees every real key before it, and no padding. It has no
-        position among the keys, so an engine that counts positions must run it apart.
-        """
-        if not self.is_causal or self.query_valid is None or self.valid is None or not self.query.numel():
-            return result
-        position = arange(self.n_keys, like=self.valid) + 1
-        ends = (self.valid * position).amax(1)  # [B]
-        # after a shift the last rows hold no query
-        lasts = torch.full_like(ends, self.n_keys) if self.shift is None else self.n_keys - self.shift
-        rows = (ends < lasts).nonzero().squeeze(1)
-        if not rows.numel():
-            return result
-        trailing = (position > ends[:, None]) & (position <= lasts[:, None])  # [B, N]
-        first, n_keys = int(ends[rows].min()), int(ends[rows].max())
-        query, key, value = (tensor.index_select(0, rows) for tensor in (self.query, self.key, self.value))
-        padding = attend(
-            replace(
-                self,
-                query=query[:, :, first:],
-                key=key[:, :, :n_keys],
-                value=value[:, :, :n_keys],
-                is_causal=False,
-                operator=self.operator.at("behind the end"),
-                valid=self.valid.index_select(0, rows)[:, :n_keys],
-                query_start=0,
-                query_valid=trailing.index_select(0, rows)[:, first:],
-                shift=None,
-                queries_moved=False,
-            )
-        )
-
-        def spread(tensor: Tensor) -> Tensor:  # [rows, H, N - first, ...] -> [B, H, N, ...]
-            full = tensor.new_zeros((len(ends), tensor.shape[1], self.n_keys, *tensor.shape[3:]))
-            padded = torch.cat((full[rows, :, :first], tensor), dim=2)
-            return full.index_copy(0, rows, padded)
-
-        trailing = trailing[:, None]
-        output = torch.where(trailing[..., None], spread(padding.output), result.output)
-        return Attended(output, torch.where(trailing, spread(padding.lse), result.lse))
-
     def restore(self, attended: Attended) -> Attended:
-        """Shift outputs back to the given rows; rows before the first real key have output 0 and lse -inf."""
-        if self.shift is None or not self.queries_moved:
-            return attended
-        index = arange(attended.lse.shape[2], like=self.shift) - self.shift[:, None]
-        outside = index < 0
-        index = index.clamp_min(0)
-        output, lse = (_take_rows(t, index) for t in (attended.output, attended.lse[..., None]))
-        output = output.masked_fill(outside[:, None, :, None], 0)
-        lse = lse.squeeze(-1).masked_fill(outside[:, None, :], -torch.inf)
+        """Shift outputs back to the given rows; blind queries have output 0 and lse -inf."""
+        output, lse = attended
+        if self.shift is not None and self.queries_moved:
+            index = (arange(lse.shape[2], like=self.shift) - self.shift[:, None]).clamp_min(0)
+            output, lse = _take_rows(output, index), _take_rows(lse[..., None], index).squeeze(-1)
+        if self.blind is not None:
+            blind = self.blind[:, None]
+            output, lse = output.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -torch.inf)
         return Attended(output, lse)
 
 
@@ -219,8 +177,10 @@ def make_call(
     # C reads memory, which an efficient zero tensor does not have
     query, key, value = (t.clone() if t._is_zerotensor() else t for t in (query, key, value))
     n_query, n_keys = query.shape[2], key.shape[2]
+    blind = None
     if is_causal and mask is not None:
-        query = _finite_padding(query, mask[:, n_keys - n_query :])
+        real = mask[:, n_keys - n_query :]
+        query, blind = _finite_padding(query, real), _blind_queries(mask)[:, n_keys - n_query :]
     query, factor = with_positive_scale(query, scale)
     start: Tensor | int = n_keys - n_query if is_causal else 0
     valid, shift, query_valid, moved = mask, None, None, False
@@ -245,7 +205,7 @@ def make_call(
     return Call(
         query, key, value, is_causal, factor, operator, streams or Streams(),
         valid=valid, query_start=start, query_valid=query_valid, shift=shift, queries_moved=moved,
-        backend=backend,
+        blind=blind if blind is not None and maybe_any(blind) else None, backend=backend,
     )  # fmt: skip
 
 
@@ -260,10 +220,16 @@ def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, flo
 def _finite_padding(query: Tensor, real: Tensor) -> Tensor:
     """Zero the padding queries (`real [B, Nq]`) that hold NaN or infinity.
 
-    Their output is not defined, but gradients of keys and values sum over all rows, and 0 * NaN is NaN.
+    Their output is not used, but gradients of keys and values sum over all rows, and 0 * NaN is NaN.
     """
     broken = ~real[:, None] & ~torch.isfinite(query.detach()).all(-1)
     return query.masked_fill(broken[..., None], 0)
+
+
+def _blind_queries(mask: Tensor) -> Tensor:
+    """`[B, Nk]` positions before the first or after the last real key."""
+    n_real = mask.cumsum(1)
+    return ~mask & ((n_real == 0) | (n_real == n_real[:, -1:]))
 
 
 def _shifted(shift: Tensor, length: int) -> tuple[Tensor, Tensor]:

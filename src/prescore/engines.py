@@ -39,15 +39,12 @@ def run_engine(
         return attend_exact(call, explain=explain)  # no heads: there is nothing to choose for
     if isinstance(config, Routed):
         result = routed.attend_routed(call, config, explain=explain)
-        # padding queries after the last real key have no position in its layout
-        output, lse = call.with_trailing_padding(
-            result.attended, lambda padding: routed.attend_routed(padding, config).attended
-        )
         is_recorded = records_gradients(call.query, call.key, call.value)
-        if is_recorded and rounds_weights(lse, output.dtype, backward=True):
-            result = run_engine(_in_float64(call), config, explain=explain)
-            output, lse = result.output.to(output.dtype), result.lse.to(lse.dtype)
-        return replace(result, output=output, lse=lse)
+        if is_recorded and rounds_weights(result.lse, result.output.dtype, backward=True):
+            wide = run_engine(_in_float64(call), config, explain=explain)
+            output, lse = wide.output.to(result.output.dtype), wide.lse.to(result.lse.dtype)
+            return replace(wide, output=output, lse=lse)
+        return result
     if isinstance(config, Selected | Hyper):
         return selected.attend_selected(call, config, members, explain=explain)
     return attend_exact(call, explain=explain)

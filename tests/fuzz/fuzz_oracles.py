@@ -192,24 +192,6 @@ def batch_and_padding(case, flipped=FLIPPED):
         _few(torch.cat(wrong), "differ between a batch and its sequences alone", flipped)
 
 
-def padded_queries(case):
-    """Queries behind the end of a right-padded sequence see its real keys; exactly, where they are few."""
-    need(isinstance(case.config, Routed) and case.is_causal and not case.dropout_p)
-    need(case.mask in ("right", "both"))
-    case = replace(case, dtype=torch.float64, n_query=case.n_keys)
-    mask = case.padding()
-    after = torch.stack([torch.arange(case.n_keys) > (row.nonzero().max() if row.any() else -1) for row in mask])
-    need(bool(after.any()))
-    case = replace(case, config=case.config.replace(exact_until=int(after.sum(1).max()) + 1))
-    query, key, value = case.tensors()
-    weights = full_weights(query, key, is_causal=True, key_padding_mask=mask)
-    truth = dense_attention(query, key, value, weights, scale=_scale(case))
-    padded = after[:, None].expand(truth.lse.shape)
-    output, lse = case.run((query, key, value), mask, lse=True)
-    assert_within(output[padded], truth.output[padded], CLOSE, "padded queries")
-    assert_within(lse[padded], truth.lse[padded], CLOSE, "lse of padded queries")
-
-
 def padding_content(case):
     """Whatever padded keys and values hold, and real queries whatever padded ones hold."""
     mask = case.padding()
@@ -450,7 +432,7 @@ def bad_input(case):
 
 ANY_ENGINE = (dense, causality, batch_and_padding, padding_content, gradients, slopes, backends_agree)
 DEFINITIONS = (definition, routed_definition)
-ONE_ENGINE = (padded_queries, native_agrees, native_causality, last_queries, decode_step)
+ONE_ENGINE = (native_agrees, native_causality, last_queries, decode_step)
 ORACLES = {oracle.__name__: oracle for oracle in (*ANY_ENGINE, *DEFINITIONS, *ONE_ENGINE, defaults, bad_input)}
 
 

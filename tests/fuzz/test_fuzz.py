@@ -40,7 +40,7 @@ BREAKS = {
     "the sign of the scale is lost": ("dense", "call", "(-query, -factor) if", "(query, -factor) if"),
     "the key gradient is lost": ("dense", "ops.cpu", "grads[1][..., :dim],", "grads[1][..., :dim] * 0,"),
     "outputs stay shifted": ("batch_and_padding", "call",
-        "if self.shift is None or not self.queries_moved:", "if True:"),
+        "if self.shift is not None and self.queries_moved:", "if False:"),
     # Algorithm 2
     "residual weighted by all keys": ("unbiased over selected keys", "selected.blocks",
         'if coupling.residual_weight == "all":', "if True:"),
@@ -100,7 +100,7 @@ BREAKS = {
     "the last queries have other positions": ("last_queries", "call",
         "query, factor = with_positive_scale(query, scale)",
         "query, factor = with_positive_scale(query, scale); key = key.roll(int(n_query < n_keys), 2)"),
-    "padded queries count positions": ("padded_queries", "call", "rows = (ends < lasts)", "rows = (ends < ends)"),
+    "padding queries after the last key see": ("basics", "call", " | (n_real == n_real[:, -1:])", ""),
     "the threshold passes no gradient": ("slopes", "routed.attention",
         "merged, threshold + view.log_inverse, grad_threshold", "merged, threshold, 0 * threshold"),
     "covariances pass no gradient": ("slopes", "routed.reference",
@@ -111,7 +111,7 @@ BREAKS = {
         "(key, value, *split, *covs)", "(key, value, *split, 0 * covs[0], covs[1])"),
 }  # fmt: skip
 """Name -> oracle or check, module, text and its replacement (see `breaks.Break`)."""
-ROUTED_ONLY = ("padded_queries", "slopes", "native_agrees")
+ROUTED_ONLY = ("slopes", "native_agrees")
 """Oracles whose breaks no other configuration can show."""
 
 

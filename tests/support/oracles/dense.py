@@ -49,6 +49,10 @@ def full_weights(query, key, *, is_causal=False, key_padding_mask=None):
     if is_causal:
         position = torch.arange(n_keys - n_query, n_keys)
         weights = weights.masked_fill(torch.arange(n_keys) > position[:, None], -torch.inf)
+        if key_padding_mask is not None:  # nothing is left to see after the last real key
+            ends = [max(row.nonzero().flatten().tolist(), default=-1) for row in key_padding_mask]
+            after = position > torch.tensor(ends)[:, None]
+            weights = weights.masked_fill(after[:, None, :, None], -torch.inf)
     return without_centroids(weights)
 
 

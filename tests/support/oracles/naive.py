@@ -75,6 +75,7 @@ class HeadWeights:
             self.block_pair("full", range(self.first, self.end), list(range(n_query)), few)
             return
         position = {i: n_keys - n_query + i - self.first for i in range(n_query)}
+        position = {i: p for i, p in position.items() if p < self.end - self.first}  # later ones see nothing
         leaf = max(1, self.config.min_seq_len)
         for i, p in position.items():
             for k in range(p // leaf * leaf, p + 1) if p >= 0 else ():

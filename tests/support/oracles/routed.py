@@ -39,8 +39,8 @@ MASS_KEYS = 16384
 def routed_oracle(query, key, value, config, **options):
     """What `prescored_attention` must give with this configuration, in float64 and differentiable by autograd.
 
-    Trees and int8 keys are made in the precision of the inputs. Causal padding queries behind the last real key
-    are not specified: they see nothing here.
+    Trees and int8 keys are made in the precision of the inputs. Causal padding queries after the last real key
+    see nothing.
     """
     heads = oracle_reads(query, key, value, config, **options)
     results = [reads.attend() for head in heads.values() for reads in head]
