@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from prescore import checks
 from prescore.scoring.base import Scorer, as_scorer
-from prescore.scoring.kmeans import ClusteringScorer
 from prescore.types import Values
 
 
@@ -165,7 +164,7 @@ class Selected(_Settings):
     sinks: int = 4
     recent: int = 0
     min_fraction: float = 0.0
-    remainder: str | ClusteringScorer = "centroids"
+    remainder: str | Scorer = "centroids"
     inner: Exact | Lsh = field(default_factory=Exact)
     min_seq_len: int = 4096
     leaf_inclusive: bool = False
@@ -187,7 +186,7 @@ class Selected(_Settings):
         checks.integer("sinks", self.sinks, minimum=0)
         checks.integer("recent", self.recent, minimum=0)
         checks.number("min_fraction", self.min_fraction, minimum=0.0, maximum=1.0)
-        if not isinstance(self.remainder, ClusteringScorer):
+        if not (isinstance(self.remainder, Scorer) and self.remainder.makes_clusters):
             checks.one_of("remainder", self.remainder, ("centroids", "none"))
         checks.instance("inner", self.inner, (Exact, Lsh))
         checks.integer("min_seq_len", self.min_seq_len, minimum=0)
@@ -198,7 +197,7 @@ class Selected(_Settings):
     def _refuse_what_does_nothing(self) -> None:
         how, selected = self.coupling, "'selected' with inner=Exact()"
         exact, zeroed = isinstance(self.inner, Exact), how.mask == "zero"
-        order = self.remainder.rule if isinstance(self.remainder, ClusteringScorer) else "nearest"
+        order = getattr(self.remainder, "rule", "nearest")
         for applies, name, value, idle, rule in (
             (True, "remainder.rule", order, "nearest", "'nearest', as it scores nothing"),
             (exact, "coupling.residual_weight", how.residual_weight, "selected", selected),

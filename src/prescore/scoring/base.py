@@ -67,6 +67,8 @@ class Scorer(ABC):
     name: ClassVar[str]
     permutation_equivariant: ClassVar[bool] = True
     """Whether permuting the keys permutes the scores; False where seeding depends on positions."""
+    makes_clusters: ClassVar[bool] = False
+    """Whether its clusters may carry centroids, as those of a `ClusteringScorer`."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Refuse an unknown field and name the nearest known one; `__init__` does everything else."""

@@ -46,6 +46,7 @@ class ClusteringScorer(Scorer):
     fit_size: int | None = None
 
     permutation_equivariant: ClassVar[bool] = False
+    makes_clusters: ClassVar[bool] = True
     metric: ClassVar[Euclidean] = EUCLIDEAN
     """Of the clusters."""
     lift_size: ClassVar[int] = 0
