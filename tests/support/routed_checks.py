@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_checks import FLOAT64, hidden, loss_of
 from oracles.budgets import assert_within
+from oracles.dense import after_last_key
 from oracles.routed import oracle_reads, routed_oracle
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,10 +52,10 @@ def attend(tensors, config, **options):
 
 
 def specified_queries(query, mask, is_causal):
-    """`[B, Hq, Nq]`: the oracle says nothing about causal padding queries."""
+    """`[B, Hq, Nq]`: the oracle says nothing about causal padding queries between real keys."""
     if mask is None or not is_causal or query.shape[2] != mask.shape[1]:
         return torch.ones(query.shape[:3], dtype=torch.bool)
-    return mask[:, None].expand(query.shape[:3])
+    return (mask | after_last_key(mask, query.shape[2]))[:, None].expand(query.shape[:3])
 
 
 class LargestTensor(TorchDispatchMode):

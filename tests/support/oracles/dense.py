@@ -49,11 +49,16 @@ def full_weights(query, key, *, is_causal=False, key_padding_mask=None):
     if is_causal:
         position = torch.arange(n_keys - n_query, n_keys)
         weights = weights.masked_fill(torch.arange(n_keys) > position[:, None], -torch.inf)
-        if key_padding_mask is not None:  # nothing is left to see after the last real key
-            ends = [max(row.nonzero().flatten().tolist(), default=-1) for row in key_padding_mask]
-            after = position > torch.tensor(ends)[:, None]
+        if key_padding_mask is not None:
+            after = after_last_key(key_padding_mask, n_query)
             weights = weights.masked_fill(after[:, None, :, None], -torch.inf)
     return without_centroids(weights)
+
+
+def after_last_key(mask, n_query):
+    """`[B, Nq]`: which of the last `n_query` positions come after the last real key; they see nothing."""
+    ends = [max(row.nonzero().flatten().tolist(), default=-1) for row in mask]
+    return torch.arange(mask.shape[1] - n_query, mask.shape[1]) > torch.tensor(ends, dtype=torch.int64)[:, None]
 
 
 def without_centroids(keys):

@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from oracles.dense import after_last_key
 from torch import Tensor
 
 from prescore.config import Routed
@@ -45,7 +46,12 @@ def routed_oracle(query, key, value, config, **options):
     heads = oracle_reads(query, key, value, config, **options)
     results = [reads.attend() for head in heads.values() for reads in head]
     output, lse = (torch.stack(part) for part in zip(*results, strict=True))
-    return Attended(output.view(*query.shape[:3], value.shape[-1]), lse.view(query.shape[:3]))
+    output, lse = output.view(*query.shape[:3], value.shape[-1]), lse.view(query.shape[:3])
+    mask = options.get("key_padding_mask")
+    if mask is not None and options["is_causal"]:
+        after = after_last_key(mask, query.shape[2])[:, None]
+        output, lse = output.masked_fill(after[..., None], 0), lse.masked_fill(after, -torch.inf)
+    return Attended(output, lse)
 
 
 def oracle_reads(query, key, value, config, *, is_causal, key_padding_mask=None, scale=None):
