@@ -106,9 +106,9 @@ BREAKS = {
     "covariances pass no gradient": ("slopes", "routed.reference",
         "parts.cumsum(1) / count", "parts.detach().cumsum(1) / count"),
     "native values are corrected too far": ("native_agrees", "routed.native",
-        "key_value_cov=keys.key_value_cov.contiguous(),", "key_value_cov=keys.key_value_cov * 1.01,"),
+        '"key_value_cov": index.key_value_cov.contiguous(),', '"key_value_cov": index.key_value_cov * 1.01,'),
     "native gradients lose the key covariance": ("native_agrees", "routed.native",
-        "(key, value, *split, *covs)", "(key, value, *split, 0 * covs[0], covs[1])"),
+        "sums[name].add_(total)", "sums[name].add_(0 * total if name == 'key_cov' else total)"),
 }  # fmt: skip
 """Name -> oracle or check, module, text and its replacement (see `breaks.Break`)."""
 ROUTED_ONLY = ("slopes", "native_agrees")
