@@ -66,7 +66,6 @@ VALUES = {
     prescore.Minkowski: {**CLUSTERING, "p": [2.0, 0.5, 1.0, 3.0]},
     prescore.GaussianKMeans: {**CLUSTERING, "n_features": [128, 8, 32]},
     prescore.Leverage: {"sketch_size": [None, 16, 40], "normalize": [False, True], "noise": [0.0, 0.5]},
-    prescore.LewisWeights: {"p": [1.0, 0.5, 3.0]},
     prescore.KeyNorm: {},
     prescore.KeyDiff: {},
     prescore.Companions: {"n_tables": [8, 1, 2], "window": [128, 4, 16]},

@@ -30,7 +30,6 @@ REMAINING = {
     "scoring.select.select_keys": "min_score: where all keys are kept there are no centroids",
     "scoring.leverage._whitening_of": "leverage: torch checks its factors; heads of poor condition get others",
     "scoring.leverage._whitening_by_qr": "leverage: torch checks its factors",
-    "scoring.leverage.lewis_weights": "lewis-weights: torch checks its factors",
     "selected.causal_grid.Queries.span": "a chunk of a padded prompt: sequences begin at other positions",
     "selected.plan.Plan.add": "padding, an Lsh without a causal mask: sequences with few queries are exact",
     "routed.attention._gaps": "padding, Routed: sequences with gaps are exact",
@@ -65,7 +64,6 @@ PADDED = frozenset({"routed.attention._gaps", "routed.attention._view"})
 WHITENING_BY_QR = "scoring.leverage._whitening_by_qr"
 FACTORISED = {
     "leverage": frozenset({"scoring.leverage._whitening_of"}),
-    "lewis-weights": frozenset({"scoring.leverage.lewis_weights"}),
 }
 SELECTED = {"selected": True}
 CASES = {

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from prescore.scoring.kmeans import KMedian as KMedian
     from prescore.scoring.kmeans import Minkowski as Minkowski
     from prescore.scoring.leverage import Leverage as Leverage
-    from prescore.scoring.leverage import LewisWeights as LewisWeights
     from prescore.scoring.uniform import Uniform as Uniform
     from prescore.types import Attended as Attended
     from prescore.types import Aux as Aux
@@ -61,7 +60,7 @@ _HOMES = {
     "prescore.scoring.key_diff": ("KeyDiff",),
     "prescore.scoring.key_norm": ("KeyNorm",),
     "prescore.scoring.kmeans": ("GaussianKMeans", "KMeans", "KMedian", "Minkowski"),
-    "prescore.scoring.leverage": ("Leverage", "LewisWeights"),
+    "prescore.scoring.leverage": ("Leverage",),
     "prescore.scoring.uniform": ("Uniform",),
     "prescore.types": ("Attended", "Aux", "Selection", "Stats"),
 }

@@ -8,9 +8,9 @@ import torch
 from prescore.bench.records import measure, row_key
 from prescore.paper.planted import model as planted
 from prescore.paper.planted import study, tables
+from prescore.paper.planted.model import lewis_weights
 from prescore.paper.planted.study import QUICK, Recovery, check, planted_rows, recovery
 from prescore.registry import list_scorers
-from prescore.scoring.leverage import lewis_weights
 
 
 def draw(reading="small-noise", *, rotated=False, generator=0, **changes):
@@ -275,7 +275,7 @@ def test_rows_cover_every_scorer_and_share_what_does_not_depend_on_epsilon():
     assert [topics.count(topic) for topic in ("singleton", "counterexample", "leverage")] == [2, 2, 4]
 
 
-@pytest.mark.parametrize("name", ["kmeans", "leverage", "lewis-weights"])
+@pytest.mark.parametrize("name", ["kmeans", "leverage", "minkowski"])
 def test_a_method_selects_exactly_its_budget(name):
     model = draw(n=200, d=4)
     options = {"rule": "farthest", "normalize": False, "p": 1.0}

@@ -34,7 +34,8 @@ from prescore.bench.tables import MISSING, Table
 from prescore.scoring.base import Scorer
 from prescore.scoring.key_diff import KeyDiff
 from prescore.scoring.kmeans import KMeans, KMedian
-from prescore.scoring.leverage import Leverage, LewisWeights
+from prescore.paper.planted.model import lewis_weights
+from prescore.scoring.leverage import Leverage
 from prescore.scoring.uniform import Uniform
 
 N_QUERIES, SHARE = 64, 8
@@ -121,7 +122,7 @@ SELECTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "k-median": partial(by_scorer, KMedian()),
     "leverage": partial(by_scorer, Leverage()),
     "ApproxLeverage: sketch of 256 rows": partial(by_scorer, Leverage(sketch_size=SKETCH)),
-    "Lewis weights, p = 1": partial(by_scorer, LewisWeights(1.0)),
+    "Lewis weights, p = 1": lambda keys, _: lewis_weights(keys, 1.0),
     "key-diff": partial(by_scorer, KeyDiff()),
     "random keys": partial(by_scorer, Uniform()),
 }

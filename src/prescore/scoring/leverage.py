@@ -107,54 +107,6 @@ class Leverage(Scorer):
         return sum_clusters(rows * signs.unsqueeze(2).to(rows.dtype), buckets, None, size)
 
 
-@register_scorer("lewis-weights")
-@dataclass(frozen=True)
-class LewisWeights(Scorer):
-    """Lewis weights: leverage for sums of p-th powers instead of squares; at p = 2 they are the leverage.
-
-    They bound the l_p sensitivity `sup_x |k_i^T x|^p / |K x|_p^p` from above: by `w_i` for p <= 2 and by
-    `D^(p/2 - 1) w_i` for p > 2.
-
-    Attributes:
-        p: Between 0 and 4, both excluded: only there the iteration that finds the weights converges.
-    """
-
-    p: float = 1.0
-
-    def __post_init__(self) -> None:
-        checks.number("p", self.p, minimum=0.0, exclusive=True)
-        if self.p >= 4:
-            raise ValueError(f"p must be below 4, got {self.p}")
-
-    def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Tensor:
-        """Score keys, see `Scorer.score`."""
-        return lewis_weights(keys, self.p).to(keys.dtype)
-
-
-def lewis_weights(keys: Tensor, p: float) -> Tensor:
-    """Lewis weights of the rows of `keys [..., n, d]`, `[..., n]`, in float64.
-
-    The weights solve `w_i^(2/p) = k_i^T (K^T W^(1 - 2/p) K)^+ k_i` and sum to rank(K). The fixed-point iteration
-    contracts by `|1 - p/2|` a step and runs until that is below 1e-6, at most 100 times.
-    """
-    rows = keys.to(torch.float64)
-    if rows.numel() == 0:
-        return rows.new_zeros(rows.shape[:-1])
-    contraction = abs(1 - p / 2)
-    n_steps = 1 if contraction == 0 else min(100, 1 + math.ceil(math.log(1e-6) / math.log(contraction)))
-    # singular values that rounding made count as zero, as in `exact_leverage`; a Gram matrix has their squares
-    cutoff = max((rows.shape[-1] * torch.finfo(keys.dtype).eps) ** 2, rows.shape[-1] * torch.finfo(rows.dtype).eps)
-    weights = torch.ones(rows.shape[:-1], dtype=torch.float64, device=rows.device)
-    tiny = torch.finfo(torch.float64).tiny
-    for _ in range(n_steps):
-        scale = weights.clamp_min(tiny).pow(1 - 2 / p)
-        # a zero row has weight 0, whose negative power is infinite
-        gram = rows.mT @ (rows * torch.where(weights > tiny, scale, 0).unsqueeze(-1))
-        inverse = torch.linalg.pinv(gram, hermitian=True, rtol=cutoff)
-        weights = ((rows @ inverse) * rows).sum(-1).clamp_min(0).pow(p / 2)
-    return weights
-
-
 def exact_leverage(rows: Tensor) -> Tensor:
     """Leverage of each row of `rows [P, n, d]` (zero rows count for nothing), `[P, n]`, computed in float64."""
     return _squared_lengths(rows, _whitening_of(rows, _cutoff(rows))).to(rows.dtype)

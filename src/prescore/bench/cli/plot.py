@@ -49,5 +49,7 @@ def command(
     from prescore.bench.plots import line_plot
 
     across, upwards, lines = map(str, columns)
+    for row in rows:  # exact and local attention, and the default, are no series of budgets
+        row.setdefault("method.axes.series", row.get("method.label"))
     line_plot(rows, out, x=across, y=upwards, by=lines, log_x=log_x, log_y=log_y)
     print(out)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.rng import as_streams
-from prescore.scoring.leverage import lewis_weights
 
 READINGS = ("normalized", "small-noise")
 
@@ -158,6 +157,33 @@ def latent_keys(n: int, d: int, small: float = 0.1, *, generator: Generator = No
     groups[:latent] = torch.arange(1, latent + 1)
     order = streams.uniform("order", n, like=like).argsort()
     return PlantedModel(keys[order], groups[order], torch.eye(d, dtype=torch.float64)[:latent], 1.0, small, 1.0)
+
+
+def lewis_weights(keys: Tensor, p: float) -> Tensor:
+    """Lewis weights of the rows of `keys [..., n, d]`, `[..., n]`, in float64: at p = 2 the leverage.
+
+    They bound the l_p sensitivity `sup_x |k_i^T x|^p / |K x|_p^p` from above: by `w_i` for p <= 2 and by
+    `d^(p/2 - 1) w_i` for 2 < p < 4.
+
+    The weights solve `w_i^(2/p) = k_i^T (K^T W^(1 - 2/p) K)^+ k_i` and sum to rank(K). The fixed-point iteration
+    contracts by `|1 - p/2|` a step and runs until that is below 1e-6, at most 100 times.
+    """
+    rows = keys.to(torch.float64)
+    if rows.numel() == 0:
+        return rows.new_zeros(rows.shape[:-1])
+    contraction = abs(1 - p / 2)
+    n_steps = 1 if contraction == 0 else min(100, 1 + math.ceil(math.log(1e-6) / math.log(contraction)))
+    # singular values that rounding made count as zero, as in `exact_leverage`; a Gram matrix has their squares
+    cutoff = max((rows.shape[-1] * torch.finfo(keys.dtype).eps) ** 2, rows.shape[-1] * torch.finfo(rows.dtype).eps)
+    weights = torch.ones(rows.shape[:-1], dtype=torch.float64, device=rows.device)
+    tiny = torch.finfo(torch.float64).tiny
+    for _ in range(n_steps):
+        scale = weights.clamp_min(tiny).pow(1 - 2 / p)
+        # a zero row has weight 0, whose negative power is infinite
+        gram = rows.mT @ (rows * torch.where(weights > tiny, scale, 0).unsqueeze(-1))
+        inverse = torch.linalg.pinv(gram, hermitian=True, rtol=cutoff)
+        weights = ((rows @ inverse) * rows).sum(-1).clamp_min(0).pow(p / 2)
+    return weights
 
 
 _SAMPLED_PER_COLUMN, _STEPS, _AT_ONCE = 8, 8, 512

@@ -22,16 +22,14 @@ from prescore.attention import select_by
 from prescore.bench.records import Row, Values
 from prescore.config import Selected
 from prescore.paper.planted import model as planted
-from prescore.paper.planted.model import PlantedModel, PlantedSetting
+from prescore.paper.planted.model import PlantedModel, PlantedSetting, lewis_weights
 from prescore.registry import get_scorer, list_scorers
 from prescore.rng import as_streams
 from prescore.scoring.kmeans import Minkowski
-from prescore.scoring.leverage import lewis_weights
 from prescore.scoring.rules import RULES
 from prescore.scoring.select import membership, score_keys
 
 NO_RULE = "-"
-LEWIS = "lewis-weights"
 VARIANTS = {
     ("normalized", None, False): "rows normalised",
     ("normalized", None, True): "the same, rotated basis",
@@ -55,8 +53,7 @@ Claims = Callable[[PlantedModel], list[Values]]
 class Sweep:
     """What to run: every combination of the settings, for every seed.
 
-    `methods=None` is every registered scorer, `minkowski` with the last power and Lewis weights with all powers
-    below 4 but 2. Claims use the cheapest of `restarts` clusterings; the l_p claim, whose centres are slow
+    `methods=None` is every registered scorer, `minkowski` with the last power. Claims use the cheapest of `restarts` clusterings; the l_p claim, whose centres are slow
     to find, uses one, at the smallest n.
     """
 
@@ -98,13 +95,9 @@ def planted_rows(sweep: Sweep) -> list[Row]:
 
 
 def _recall_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
-    methods = [(name, sweep.powers[-1]) for name in sweep.methods or list_scorers() if name != LEWIS]
-    if LEWIS in (sweep.methods or list_scorers()):
-        methods += [(LEWIS, p) for p in sweep.powers if p < 4 and p != 2]
+    methods, power = sweep.methods or list_scorers(), sweep.powers[-1]
     rows = []
-    for (name, power), (reading, normalize, rotated), degree in itertools.product(
-        methods, VARIANTS, sweep.degrees
-    ):
+    for name, (reading, normalize, rotated), degree in itertools.product(methods, VARIANTS, sweep.degrees):
         has_rule = "rule" in _fields(name)
         config = {
             "part": "recall",
@@ -112,7 +105,7 @@ def _recall_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
             "reading": reading,
             "normalize": normalize,
             **({"rotated": True} if rotated else {}),
-            "method": f"{name} p={power:g}" if name in (LEWIS, "minkowski") else name,
+            "method": f"{name} p={power:g}" if name == "minkowski" else name,
             "rules": list(sweep.rules) if has_rule else [NO_RULE],
             "degree": degree,
             "n_queries": sweep.n_queries,
