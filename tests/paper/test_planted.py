@@ -246,6 +246,25 @@ def test_isolated_rows_of_a_latent_subspace():
     assert not any(held(study.distance_claims(crowded)).values())
 
 
+def test_rows_of_two_variances_and_their_gap():
+    model = planted.variance_keys(300, 16, 0.01, generator=0)
+    energy = model.keys[:, :8].square().sum(-1)
+    assert energy[model.signal].min() > 0.9
+    assert energy[~model.signal].max() < 0.1
+    assert int(model.signal.sum()) == 16
+    far = held(study.gap_claims(planted.variance_keys(300, 16, 0.0, generator=0), ratio=0.0))
+    assert all(far.values())  # rows in orthogonal halves
+    assert not any(held(study.gap_claims(planted.variance_keys(300, 16, 1.0), ratio=0.0)).values())
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_the_universal_set_of_a_polynomial_kernel_holds_its_heavy_entries(degree):
+    claims = study.kernel_claims(draw(n=300, epsilon=0.2), degree=degree, n_queries=64, seed=0)
+    assert held(claims, "measured")[f"recall of entries > eps/2, degree {degree}"] == 1
+    rows = [row for row in tiny_rows(degrees=(2, 4)) if row.config.get("topic") == "leverage" and row.seed == 0]
+    assert [row.config.get("degree", 2) for row in rows] == [2, 4, 2, 4]
+
+
 def test_one_cluster_for_each_heavy_row():
     model = draw(n=60, d=4, epsilon=0.5, c_signal=0.4, c_noise=1e-6)
     assert (

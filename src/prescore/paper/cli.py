@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from prescore.paper.items import Item
 
 if TYPE_CHECKING:
     from prescore.bench.methods import Method
-    from prescore.bench.records import Record, Values
+    from prescore.bench.records import Record, Row, Values
     from prescore.bench.tables import Table
 
 _QUICK_TEXTS = 4
@@ -84,6 +85,24 @@ def _show(session: cli.Session, name: str, tables: Sequence[Table]) -> None:
     for number, table in enumerate(tables):
         path = session.out / (f"{name}-{number + 1}.csv" if len(tables) > 1 else f"{name}.csv")
         write_text(path, csv_text([table.columns, *table.rows]))
+
+
+def _measure(
+    item: Item,
+    run: cli.Run,
+    command: str,
+    rows: Sequence[Row],
+    tables: Callable[[Sequence[Record]], Sequence[Table]],
+    plot: Callable[[Sequence[Record], Path], None],
+    device: str = "cpu",
+) -> None:
+    """Run rows, then write their tables as CSV and a plot."""
+    session = _folder(item, run).open(command, device, writes=[f"{item.name}*"])
+    records = session.run(rows)
+    with session.reading():
+        _show(session, item.name, tables(records))
+        plot(records, session.out / f"{item.name}.png")
+    session.say(f"records: {session.file.path}; also {item.name}*.csv, {item.name}.png")
 
 
 # Losses of language models.
@@ -188,7 +207,7 @@ class Planted:
     rule: list[str] | None = typer.Option(None, help="Rule of clustering scorers; repeatable.  [default: all]")
     seeds: int | None = typer.Option(None, min=1, help="Seeds per setting, from --seed up.  [default: 10]")
     degree: list[int] | None = typer.Option(
-        None, min=1, help="Degree of the polynomial attention kernel; repeatable.  [default: 2]"
+        None, min=1, max=4, help="Degree of the polynomial attention kernel; repeatable.  [default: 2]"
     )
     norm: float = typer.Option(100.0, help="Norm M of the noise rows in Appendix B.")
 
@@ -244,12 +263,7 @@ def _vision(item: Item) -> Callable[..., None]:
         budgets = given.samples or (None if given.model else _DIGIT_BUDGETS)
         grid = given.grid(run, prefix, methods=methods, budgets=budgets)
         rows = accuracy_rows(given.study(run.quick, may_train=not run.quick), **grid)
-        session = _folder(item, run).open("vision", given.device, writes=[f"{item.name}*"])
-        records = session.run(rows)
-        with session.reading():
-            _show(session, item.name, [beside_published(records)])
-            accuracy_plot(records, session.out / f"{item.name}.png")
-        session.say(f"records: {session.file.path}; also {item.name}.csv, {item.name}.png")
+        _measure(item, run, "vision", rows, lambda r: [beside_published(r)], accuracy_plot, given.device)
 
     return command
 
@@ -289,12 +303,8 @@ def _coverage(item: Item) -> Callable[..., None]:
                 raise ValueError(f"language_model must be given without model and images, got {language_model!r}")
             limit = given.limit or (_QUICK_TEXTS if run.quick else None)
             rows = coverage.text_rows(language_model, text, length, limit, given.device, grid)
-        session = _folder(item, run).open("coverage", given.device, writes=[f"{item.name}*"])
-        records = session.run(rows)
-        with session.reading():
-            _show(session, item.name, [coverage.coverage_table(records)])
-            coverage.coverage_plot(records, session.out / f"{item.name}.png")
-        session.say(f"records: {session.file.path}; also {item.name}.csv, {item.name}.png")
+        table = coverage.coverage_table
+        _measure(item, run, "coverage", rows, lambda r: [table(r)], coverage.coverage_plot, given.device)
 
     return command
 
@@ -320,13 +330,7 @@ def _heads(item: Item) -> Callable[..., None]:
             )
         layers = find_heads(heads)[: 1 if run.quick else None]
         rows = selections.selection_rows(layers, range(run.seed, run.seed + seeds))
-        session = _folder(item, run).open(selections.COMMAND, writes=[f"{item.name}*"])
-        records = session.run(rows)
-        with session.reading():
-            tables = [selections.selection_table(records), selections.universal_set_table(records)]
-            _show(session, item.name, tables)
-            selections.selection_plot(records, session.out / f"{item.name}.png")
-        session.say(f"records: {session.file.path}; also {item.name}-*.csv, {item.name}.png")
+        _measure(item, run, selections.COMMAND, rows, selections.selection_tables, selections.selection_plot)
 
     return command
 
@@ -365,15 +369,8 @@ def _speed(item: Item) -> Callable[..., None]:
             lengths = given.n or (speed.QUICK_LENGTHS if run.quick else speed.LENGTHS)
             sizes: Values = {"dim": given.dim[0] if given.dim else 64, "heads": given.n_heads}
             rows = speed.figure_rows(lengths, memory=choose_freed_memory(KEPT), **kinds, **sizes, **both)
-        session = _folder(item, run).open("speed", writes=[f"{item.name}*"])
-        records = session.run(rows)
-        with session.reading():
-            _show(session, item.name, speed.speed_tables(records))
-            if item.name == "scoring":
-                speed.scoring_plot(records, session.out / f"{item.name}.png")
-            else:
-                length_plot(records, session.out / f"{item.name}.png", "speedup")
-        session.say(f"records: {session.file.path}; also {item.name}*.csv, {item.name}.png")
+        plot = speed.scoring_plot if item.name == "scoring" else partial(length_plot, field="speedup")
+        _measure(item, run, "speed", rows, speed.speed_tables, plot)
 
     return command
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from prescore.attention import select_by
 from prescore.bench.language.documents import load_documents
 from prescore.bench.language.model import load_language_model
+from prescore.bench.language.tables import half_width
 from prescore.bench.methods import PUBLISHED, ScorerName, image_config
 from prescore.bench.plots import figure, line_style
 from prescore.bench.records import Record, Row, Values
@@ -114,8 +115,9 @@ def measure_coverage(
 ) -> Values:
     """Coverage over all inputs, layers and heads.
 
-    Results: for each of `head_coverage` its `mean` and `median` over (input, layer, head), the mean of each layer,
-    and `without`, the heads that have no heavy entry and are left out; `chance` is the share of keys selected.
+    Results: for each of `head_coverage` its `mean` and `median` over (input, layer, head), the means of each layer
+    and of each input, and `without`, the heads that have no heavy entry and are left out; `chance` is the share
+    of keys selected.
     """
     by_layer: dict[int, list[dict[str, Tensor]]] = {}
     chances: list[float] = []
@@ -133,19 +135,20 @@ def measure_coverage(
 
     observe_all(observer)
     layers = [
-        {name: torch.cat([part[name].flatten() for part in parts]) for name in parts[0]}
+        {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         for _, parts in sorted(by_layer.items())
     ]
     results: Values = {"chance": statistics.fmean(chances), "n_keys": n_keys}
-    results["n_heads"] = sum(len(layer["mass"]) for layer in layers)
+    results["n_heads"] = sum(layer["mass"].numel() for layer in layers)
     for name in layers[0]:
-        values = torch.cat([layer[name] for layer in layers])
+        values = torch.cat([layer[name] for layer in layers], dim=1)
         known = values[~values.isnan()]
         results[f"{name}_mean"] = _mean(values)
         # torch's median of an even number of values is the lower of the two in the middle
         results[f"{name}_median"] = statistics.median(known.tolist()) if len(known) else None
-        results[f"{name}_without"] = len(values) - len(known)
+        results[f"{name}_without"] = values.numel() - len(known)
         results[f"{name}_layers"] = [_mean(layer[name]) for layer in layers]
+        results[f"{name}_inputs"] = [_mean(by_head) for by_head in values]
     return results
 
 
@@ -207,11 +210,15 @@ def coverage_table(records: Sequence[Record]) -> Table:
     names = [f"heavy_{e}_{kind}" for e in thresholds for kind in ("median", "mean")]
     columns = [f"columns_{e}_mean" for e in thresholds]
     cells = {name: values_by_line(records, name) for name in (*names, *columns, "mass_mean", "chance")}
+    widths = {e: values_by_line(records, f"heavy_{e}_inputs") for e in thresholds}
     rows = []
     for line, by_budget in cells["chance"].items():
         for budget in by_budget:
             shares = {name: as_text(_percent(values[line][budget])) for name, values in cells.items()}
-            heavy = [f"{shares[f'heavy_{e}_median']} / {shares[f'heavy_{e}_mean']}" for e in thresholds]
+            heavy = [
+                f"{shares[f'heavy_{e}_median']} / {shares[f'heavy_{e}_mean']}{_interval(widths[e][line][budget])}"
+                for e in thresholds
+            ]
             last = (" / ".join(shares[name] for name in columns), shares["mass_mean"], shares["chance"])
             rows.append((label(line, keeps_prefix=False), str(budget), *heavy, *last))
     if thresholds == ["0.01", "0.1", "0.3"]:
@@ -221,7 +228,8 @@ def coverage_table(records: Sequence[Record]) -> Table:
         title="Coverage of heavy attention entries, per cent: median / mean",
         columns=("method", "keys", *(f"> {e}" for e in thresholds), "heaviest columns", "mass", "chance s/n"),
         rows=tuple(rows),
-        note="over inputs, layers and heads that have such an entry; heaviest columns: share of the s columns "
+        note="over inputs, layers and heads that have such an entry, means ± 95 % over inputs x seeds; "
+        "heaviest columns: share of the s columns "
         "with the most such entries that are selected, mean, for each threshold; mass: weight on selected keys; "
         f"the paper ({printed.IMAGE_TOKENS} tokens) prints medians and does not say for which threshold its "
         "columns are",
@@ -249,6 +257,18 @@ def coverage_plot(records: Sequence[Record], path: str | Path) -> None:
             panel.set_xticks(list(chance))
         axes[0].set_ylabel("covered, per cent")
         axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+
+
+def _interval(by_seed: Sequence[Sequence[float | None] | None]) -> str:
+    """Half of the 95 % interval of the mean; nothing for one input and seed."""
+    runs: dict[tuple[str, int | None], float] = {
+        (str(number), seed): 100 * share
+        for seed, shares in enumerate(by_seed)
+        for number, share in enumerate(shares or ())
+        if share is not None
+    }
+    half = half_width(runs)
+    return "" if half is None else f" ± {half:.1f}"
 
 
 def _percent(shares: Sequence[float | None]) -> float | None:

@@ -192,7 +192,7 @@ _SCORERS = ("kmeans", "kmedian", "leverage", "gaussian-kmeans")
 EXPERIMENTS: dict[str, Callable[..., Iterator[Method]]] = {
     "table1": _table1,
     "appendix-a": partial(_grid, scorers=_SCORERS, rules=(False, True)),
-    "figure-glm3": partial(_grid, scorers=_SCORERS[:3], rules=(True,)),
+    "figure-glm3": partial(_grid, scorers=_SCORERS[:3], rules=(True,), coupling="blocks over all keys"),
     "appendix-f": _appendix_f,
     "appendix-i": partial(_grid, scorers=_SCORERS[3:], budgets=GAUSSIAN_BUDGETS, coupling="early"),
     "baselines": _baselines,
@@ -261,7 +261,9 @@ def experiment_methods(
     options: Values = {}
     if coupling is not None:
         checks.one_of("coupling", coupling, tuple(COUPLINGS))
-        checks.one_of("experiment with a coupling", name, ("appendix-a", "appendix-f", "appendix-i"))
+        checks.one_of(
+            "experiment with a coupling", name, ("appendix-a", "appendix-f", "appendix-i", "figure-glm3")
+        )
         options["coupling"] = coupling
     if scorers:
         checks.one_of("experiment with methods", name, _BY_SCORER)

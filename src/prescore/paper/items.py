@@ -35,185 +35,65 @@ class Item:
     topics: tuple[str, ...] = ()
 
 
-ITEMS = {
-    item.name: item
-    for item in (
-        Item(
-            "table1",
-            "Table 1; abstract (-n 131072)",
-            "Pre-scoring and the blockwise flag, one at a time and together.",
-            LANGUAGE,
-            "12 min, 8192 tokens, 2 texts",
-            ("language/table1", "language/table1-longbench"),
-        ),
-        Item(
-            "table2",
-            "Table 2; 84.46 % of section 1",
-            "Top-1 of a pretrained ViT whose queries read some keys only.",
-            VISION,
-            "190 min, 1000 images",
-            ("vision/grid-1000",),
-        ),
-        Item(
-            "figure-1",
-            "Figure 1",
-            "Time of exact attention over that of the paper's methods, by length, mask and pass.",
-            SPEED,
-            "8 min to 131,072 tokens",
-            ("speed/long",),
-        ),
-        Item(
-            "figure-glm3",
-            "Figure GLM3, its three observations",
-            "Loss and time against budget under the corrected coupling, with the blockwise flag as in its file.",
-            LANGUAGE,
-            "cells of appendix-a",
-            ("language/appendix-a",),
-        ),
-        Item(
-            "scoring",
-            "section 3: cost of scoring",
-            "Time of every scorer alone, by keys and dimensions, and of the preset by budget and clusters.",
-            SPEED,
-            "1 min",
-            ("speed/scoring",),
-        ),
-        Item(
-            "universal-set",
-            "section 2: universal set with HyperAttention inside",
-            "Loss of attention over keys of leverage at least eps.",
-            LANGUAGE,
-            "21 min, 1024 tokens",
-            ("language/universal-set", "selection"),
-        ),
-        Item(
-            "planted",
-            "section 4 and its appendices",
-            "Every claim on the planted model, and which scorer finds the planted keys.",
-            PLANTED,
-            "9 min, 3 seeds",
-            ("planted",),
-        ),
-        Item(
-            "theorem-1",
-            "Lemmas 1 and 2, Theorem 1",
-            "Leverage separates signal from noise; the universal set at rho.",
-            PLANTED,
-            "1 s",
-            ("planted",),
-            ("leverage",),
-        ),
-        Item(
-            "theorem-2",
-            "Theorem 2",
-            "Optimal clusters are the planted groups.",
-            PLANTED,
-            "3 s",
-            ("planted",),
-            ("clusters",),
-        ),
-        Item(
-            "corollary-1",
-            "Corollary 1",
-            "Singletons are clusters of their own.",
-            PLANTED,
-            "4 s",
-            ("planted",),
-            ("singleton",),
-        ),
-        Item("claim-1", "Claim 1", "l_p clustering and sensitivities.", PLANTED, "8 min", ("planted",), ("l_p",)),
-        Item(
-            "appendix-a",
-            "Appendix A",
-            "Budget by residual samples by blockwise flag for k-means, k-median, leverage and Gaussian k-means.",
-            LANGUAGE,
-            "60 min, 1024 tokens",
-            ("language/appendix-a",),
-        ),
-        Item(
-            "appendix-b",
-            "Appendix B",
-            "Without normalisation k-means loses the signal.",
-            PLANTED,
-            "3 s",
-            ("planted",),
-            ("counterexample",),
-        ),
-        Item(
-            "appendix-c",
-            "Appendix C",
-            "k = Theta(d / eps) clusters.",
-            PLANTED,
-            "5 s",
-            ("planted",),
-            ("many clusters",),
-        ),
-        Item(
-            "appendix-d",
-            "Appendix D",
-            "A latent subspace, rho, and k = O(d / rho) clusters.",
-            PLANTED,
-            "30 s",
-            ("planted",),
-            ("latent",),
-        ),
-        Item(
-            "appendix-e",
-            "Appendix E",
-            "Top-1 with leverage scores and key norms.",
-            VISION,
-            "within table2",
-            ("vision/grid-1000",),
-        ),
-        Item(
-            "appendix-f",
-            "Appendix F, Figure GLM2",
-            "The early coupling, each of its artefacts alone, and blocks over all keys.",
-            LANGUAGE,
-            "7 min, 1024 tokens",
-            ("language/appendix-f",),
-        ),
-        Item(
-            "appendix-g",
-            "Appendix G",
-            "Share of the heavy attention entries, and of the heaviest columns, on selected keys.",
-            COVERAGE,
-            "4 min, 20 images",
-            ("vision/coverage",),
-        ),
-        Item(
-            "appendix-h",
-            "Appendix H: cheaper and more robust clustering",
-            "What scorers select on saved heads, and the universal set there.",
-            HEADS,
-            "3 min, 5 layers",
-            ("selection",),
-        ),
-        Item(
-            "baselines",
-            "Appendix H: other families",
-            "Every baseline, the paper's methods and the default at equal keys read.",
-            LANGUAGE,
-            "81 min, 4096 and 8192 tokens",
-            ("language/baselines",),
-        ),
-        Item(
-            "appendix-i",
-            "Appendix I",
-            "Gaussian kernel k-means under the early coupling.",
-            LANGUAGE,
-            "9 min, 1024 tokens",
-            ("language/appendix-i",),
-        ),
-        Item(
-            "sweep",
-            "clusters, noise, delta, blocks, samples",
-            "Loss for every combination of values: --set scorer.n_clusters=8,16 --set min_fraction=0,0.1.",
-            SWEEP,
-            "as many rows as given",
-        ),
-    )
-}
+_ITEMS = """
+table1 | language | 12 min, 8192 tokens, 2 texts | language/table1, language/table1-longbench
+    Table 1; abstract (-n 131072) | Pre-scoring and the blockwise flag, one at a time and together.
+table2 | vision | 190 min, 1000 images | vision/grid-1000
+    Table 2; 84.46 % of section 1 | Top-1 of a pretrained ViT whose queries read some keys only.
+figure-1 | speed | 8 min to 131,072 tokens | speed/long
+    Figure 1 | Time of exact attention over that of the paper's methods, by length, mask and pass.
+figure-glm3 | language | none yet; --coupling corrected: cells of appendix-a | language/appendix-a
+    Figure GLM3, its observations | Loss and time against budget as its file runs: flag, blocks over all keys.
+scoring | speed | 1 min | speed/scoring
+    section 3: cost of scoring | Time of scorers by keys and dimensions, of the preset by budget and clusters.
+universal-set | language | 21 min, 1024 tokens | language/universal-set, selection
+    section 2: universal set with HyperAttention inside | Loss of attention over keys of leverage at least eps.
+planted | planted | 9 min, 3 seeds | planted
+    section 4 and its appendices | Every claim on the planted model, and which scorer finds the planted keys.
+theorem-1 | planted | 1 s | planted | leverage
+    Lemmas 1 and 2, Theorem 1 | Leverage separates signal from noise; the universal set at rho.
+theorem-2 | planted | 3 s | planted | clusters
+    Theorem 2 | Optimal clusters are the planted groups.
+corollary-1 | planted | 4 s | planted | singleton, variance ratio
+    Corollary 1 | Singletons are clusters of their own; D_min of the variance-ratio model.
+claim-1 | planted | 8 min | planted | l_p
+    Claim 1 | l_p clustering and sensitivities.
+appendix-a | language | 60 min, 1024 tokens | language/appendix-a
+    Appendix A | Budget by residual samples by blockwise flag for k-means, k-median, leverage and Gaussian k-means.
+appendix-b | planted | 3 s | planted | counterexample
+    Appendix B | Without normalisation k-means loses the signal.
+appendix-c | planted | 5 s | planted | many clusters
+    Appendix C | k = Theta(d / eps) clusters.
+appendix-d | planted | 30 s | planted | latent
+    Appendix D | A latent subspace, rho, and k = O(d / rho) clusters.
+appendix-e | vision | within table2 | vision/grid-1000
+    Appendix E | Top-1 with leverage scores and key norms.
+appendix-f | language | 7 min, 1024 tokens | language/appendix-f
+    Appendix F, Figure GLM2 | The early coupling, each of its artefacts alone, and blocks over all keys.
+appendix-g | coverage | 4 min, 20 images | vision/coverage
+    Appendix G | Share of the heavy attention entries, and of the heaviest columns, on selected keys.
+appendix-h | heads | 3 min, 5 layers | selection
+    Appendix H: cheaper and more robust clustering | What scorers and the universal set select on saved heads.
+baselines | language | 81 min, 4096 and 8192 tokens | language/baselines
+    Appendix H: other families | Every baseline, the paper's methods and the default at equal keys read.
+appendix-i | language | 9 min, 1024 tokens | language/appendix-i
+    Appendix I | Gaussian kernel k-means under the early coupling.
+sweep | sweep | as many rows as given
+    clusters, noise, delta, blocks, samples | Loss for all combinations: --set scorer.n_clusters=8,16.
+"""
+"""Two lines for an item: name, kind, time, records, topics; what it is in the paper, what it measures."""
+
+
+def _read_items() -> dict[str, Item]:
+    lines = [[cell.strip() for cell in line.split("|")] for line in _ITEMS.strip().splitlines()]
+    items = {}
+    for (name, kind, time, *more), (paper, what) in zip(lines[::2], lines[1::2], strict=True):
+        record, topics = (tuple(filter(None, cell.split(", "))) for cell in (*more, "", "")[:2])
+        items[name] = Item(name, paper, what, kind, time, record, topics)
+    return items
+
+
+ITEMS = _read_items()
 TESTED = {
     "Algorithm 1, rules and fallback": "tests/scoring",
     "Algorithm 2, couplings": "tests/selected",

@@ -17,7 +17,7 @@ import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from prescore.attention import score
+from prescore.bench.language.tables import half_width
 from prescore.bench.plots import COLOURS, bars, figure
 from prescore.bench.records import Record, Row, Values
 from prescore.bench.speed.heads import SavedHeads
 from prescore.bench.tables import MISSING, Table
+from prescore.paper.planted.model import lewis_weights
 from prescore.scoring.base import Scorer
 from prescore.scoring.key_diff import KeyDiff
 from prescore.scoring.kmeans import KMeans, KMedian
-from prescore.paper.planted.model import lewis_weights
 from prescore.scoring.leverage import Leverage
 from prescore.scoring.uniform import Uniform
 
@@ -210,6 +211,11 @@ _FIELDS = {
 }
 
 
+def selection_tables(records: Sequence[Record]) -> list[Table]:
+    """Both tables."""
+    return [selection_table(records), universal_set_table(records)]
+
+
 def universal_set_table(records: Sequence[Record]) -> Table:
     """Keys of leverage at least eps, and the share of the entries above eps on them, layers across."""
     rows: dict[tuple[str, str], dict[str, list[Values]]] = defaultdict(lambda: defaultdict(list))
@@ -235,16 +241,23 @@ def _set_cell(results: Sequence[Values]) -> str:
 def selection_table(records: Sequence[Record]) -> Table:
     """What the best keys of a scorer hold, means over layers and seeds."""
     rows = []
-    for name, results in _by_selection(records).items():
-        shown = {field: [r[field] for r in results if field in r] for field in _FIELDS}
-        rows.append((name, *(f"{statistics.fmean(v):.2f}" if v else "" for v in shown.values())))
-    note = "means over layers and seeds; in common: with Algorithm 1; the paper gives no figures"
+    for name, runs in _by_selection(records).items():
+        shown = ({run: r[field] for run, r in runs.items() if field in r} for field in _FIELDS)
+        rows.append((name, *map(_with_interval, shown)))
+    note = "means ± 95 % over layers x seeds; in common: with Algorithm 1; the paper gives no figures"
     return Table("Selections on real heads", ("selection", *_FIELDS.values()), tuple(rows), note)
+
+
+def _with_interval(values: Mapping[tuple[str, int | None], float]) -> str:
+    if not values:
+        return ""
+    half = half_width(values)
+    return f"{statistics.fmean(values.values()):.2f}" + ("" if half is None else f" ± {half:.2f}")
 
 
 def selection_plot(records: Sequence[Record], path: str | Path) -> None:
     """Attention weight on the keys that each scorer selects, with the spread over layers and seeds."""
-    values = {name: [r["mass"] for r in results] for name, results in _by_selection(records).items()}
+    values = {name: [r["mass"] for r in runs.values()] for name, runs in _by_selection(records).items()}
     with figure(path, (8, 1.2 + 0.3 * len(values))) as (_, axes):
         spreads = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values.values()]
         bars(
@@ -253,9 +266,10 @@ def selection_plot(records: Sequence[Record], path: str | Path) -> None:
         axes.set(title="Attention weight on an eighth of the keys", xlabel="share of the weight")
 
 
-def _by_selection(records: Sequence[Record]) -> dict[str, list[Values]]:
-    results: dict[str, list[Values]] = defaultdict(list)
+def _by_selection(records: Sequence[Record]) -> dict[str, dict[tuple[str, int | None], Values]]:
+    """By selection, the results of every layer and seed."""
+    results: dict[str, dict[tuple[str, int | None], Values]] = defaultdict(dict)
     for record in records:
         if record.config["part"] == "selection":
-            results[record.config["selection"]].append(record.results)
+            results[record.config["selection"]][record.config["heads"], record.seed] = record.results
     return results

@@ -12,6 +12,7 @@ from typing import Any
 
 from prescore.bench.language.plots import BUDGET, Lines, plot_losses
 from prescore.bench.language.tables import Summary, csv_text, group_by
+from prescore.bench.plots import line_plot
 from prescore.bench.tables import MISSING, Table, as_text, percent
 from prescore.paper import printed
 from prescore.paper.grids import largest_block
@@ -51,6 +52,8 @@ def paper_tables(item: str, summaries: Sequence[Summary]) -> list[Table]:
             tables.append(replace(equal_reads(same), title=title))
         else:
             tables += _grid_tables(same, title)
+        if item == "figure-glm3":
+            tables.append(replace(times(same), title=f"{title}, time of attention"))
     return tables
 
 
@@ -134,6 +137,23 @@ def couplings(summaries: Sequence[Summary]) -> Table:
     return Table("", ("coupling, scorer", *(f"top {top_k}" for top_k in budgets.values())), tuple(rows), _ABOVE)
 
 
+def times(summaries: Sequence[Summary]) -> Table:
+    """Attention of one forward by budget, scoring included: the third observation on Figure GLM3."""
+    rows = []
+    lines = {name: line for lines in _grid_lines(summaries).values() for name, line in lines.items()}
+    budgets = sorted({s.axes["top_k"] for line in lines.values() for s in line})
+    for name, line in lines.items():
+        by_budget = {s.axes["top_k"]: f"{_seconds(s):.2f} s" for s in line}
+        rows.append((name, *(by_budget.get(top_k, MISSING) for top_k in budgets)))
+    rows += [(s.label, f"{_seconds(s):.2f} s", *[""] * (len(budgets) - 1)) for s in summaries if s.is_exact]
+    note = "the paper prints no times; it says that they hardly depend on k; k-means and k-median add more"
+    return Table("", ("scorer", *(f"top {top_k}" for top_k in budgets)), tuple(rows), note)
+
+
+def _seconds(summary: Summary) -> float:
+    return summary.attention_seconds if summary.processor_seconds is None else summary.processor_seconds
+
+
 def equal_reads(summaries: Sequence[Summary]) -> Table:
     """Loss above exact attention, keys and centroids read, processor seconds, by length; the paper prints none."""
     by_label: dict[str, dict[int, Summary]] = defaultdict(dict)
@@ -148,9 +168,8 @@ def equal_reads(summaries: Sequence[Summary]) -> Table:
                 cells += [MISSING] * 3
                 continue
             s = by_length[length]
-            seconds = s.attention_seconds if s.processor_seconds is None else s.processor_seconds
             reads = MISSING if s.reads_per_query is None else f"{s.reads_per_query:.0f}"
-            cells += [above(s), reads, f"{seconds:.1f} s"]
+            cells += [above(s), reads, f"{_seconds(s):.1f} s"]
         rows.append(tuple(cells))
     heads = (f"{n}: {word}" for n in lengths for word in ("above exact", "read", "attention"))
     note = (
@@ -235,5 +254,19 @@ def plot_experiment(experiment: str | None, summaries: Sequence[Summary], path: 
         factor = math.inf if experiment == "appendix-f" else 15
         panels = _grid_lines(summaries)
         plot_losses(summaries, path, title, panels=panels, costs={"top_k per block": BUDGET}, factor=factor)
+        if experiment == "figure-glm3":
+            lines = {name: line for lines in panels.values() for name, line in lines.items()}
+            points = [
+                {"top_k": s.axes["top_k"], "attention, seconds": _seconds(s), "scorer": name}
+                for name in lines
+                for s in lines[name]
+            ]
+            line_plot(
+                points,
+                Path(path).with_stem(f"{Path(path).stem}-time"),
+                x="top_k",
+                y="attention, seconds",
+                by="scorer",
+            )
     else:
         plot_losses(summaries, path, title, factor=math.inf if experiment == "table1" else 1.5)

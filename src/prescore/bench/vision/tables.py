@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prescore.bench.language.tables import confidence_half_width
 from prescore.bench.plots import figure, line_style
 from prescore.bench.records import Record
-from prescore.bench.tables import Table, as_text, mean_and_spread
+from prescore.bench.tables import MISSING, Table, as_text
 
 Line = tuple[str, int | None, float | None, bool]
 """Method, number of clusters, share of centroids, and whether the prefix is kept."""
@@ -19,27 +20,32 @@ ByLine = Mapping[Line, Mapping[int, Sequence[Any]]]
 
 
 def accuracy_table(records: Sequence[Record]) -> Table:
-    """Methods down, budgets across: mean and spread over seeds."""
+    """Methods down, budgets across: mean with half of its 95 % interval."""
     top1, top5, speed = (values_by_line(records, name) for name in ("top1", "top5", "images_per_second"))
     budgets = sorted({budget for by_budget in top1.values() for budget in by_budget})
+    n_images, n_tokens = (records[0].results[name] for name in ("n_images", "n_tokens"))
     rows = []
     for results in _exact(records):
         last = [as_text(results["top5"]), as_text(results["images_per_second"])]
         rows.append(("exact", *[f"{results['top1']:.1f}"] * len(budgets), *last))
     for line, by_budget in top1.items():
-        cells = [mean_and_spread(by_budget.get(budget, []), digits=1) for budget in budgets]
+        cells = [_with_interval(by_budget.get(budget, []), n_images) for budget in budgets]
         last = [as_text(statistics.fmean(values[line][max(by_budget)])) for values in (top5, speed)]
         rows.append((label(line), *cells, *last))
-    n_images, n_tokens = (records[0].results[name] for name in ("n_images", "n_tokens"))
-    share = records[0].results["top1_exact"] / 100
-    error = 100 * (share * (1 - share) / n_images) ** 0.5
     return Table(
         title=f"Top-1 in per cent by keys and centroids read of {n_tokens} tokens, {n_images} images",
         columns=("method", *map(str, budgets), "top-5", "images/s"),
         rows=tuple(rows),
-        note=f"mean ± standard deviation over seeds; the standard error from {n_images} images is about "
-        f"{error:.1f} points; top-5 and images/s at the largest budget",
+        note="± 95 % over images or over seeds, the wider; top-5 and images/s at the largest budget",
     )
+
+
+def _with_interval(by_seed: Sequence[float], n_images: int) -> str:
+    if not by_seed:
+        return MISSING
+    mean = statistics.fmean(by_seed)
+    over_images = 1.96 * (max(0.0, mean * (100 - mean)) / n_images) ** 0.5
+    return f"{mean:.1f} ± {max(over_images, confidence_half_width(by_seed) or 0.0):.1f}"
 
 
 def accuracy_plot(records: Sequence[Record], path: str | Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.rng import as_streams
+from prescore.rng import Streams, as_streams
 
 READINGS = ("normalized", "small-noise")
 
@@ -107,10 +107,7 @@ class PlantedSetting:
         keys = torch.cat((signal, noise))
         if reading == "normalized":
             keys = keys / keys.norm(dim=-1, keepdim=True)
-        groups = torch.zeros(n, dtype=torch.int64)
-        groups[:n_signal] = torch.arange(1, d + 1).repeat_interleave(m)
-        order = streams.uniform("order", n, like=like).argsort()
-        return PlantedModel(keys[order], groups[order], directions, self.epsilon, sigma_signal, sigma_noise)
+        return _shuffled(keys, directions, streams, self.epsilon, (sigma_signal, sigma_noise))
 
 
 def counterexample_keys(
@@ -129,10 +126,7 @@ def counterexample_keys(
     keys = torch.zeros(n, d, dtype=torch.float64)
     keys[:half, :half] = torch.eye(half, dtype=torch.float64)
     keys[half:, half] = norm * (1 + spread * (2 * streams.uniform("norms", n - half, like=like) - 1))
-    groups = torch.zeros(n, dtype=torch.int64)
-    groups[:half] = torch.arange(1, half + 1)
-    order = streams.uniform("order", n, like=like).argsort()
-    return PlantedModel(keys[order], groups[order], torch.eye(d, dtype=torch.float64)[:half], 1.0, 0.0, 0.0)
+    return _shuffled(keys, torch.eye(d, dtype=torch.float64)[:half], streams)
 
 
 def latent_keys(n: int, d: int, small: float = 0.1, *, generator: Generator = None) -> PlantedModel:
@@ -153,10 +147,38 @@ def latent_keys(n: int, d: int, small: float = 0.1, *, generator: Generator = No
     keys = torch.cat(
         (inside * torch.where(is_signal, large, small), main * torch.where(is_signal, small, large)), 1
     )
-    groups = torch.zeros(n, dtype=torch.int64)
-    groups[:latent] = torch.arange(1, latent + 1)
-    order = streams.uniform("order", n, like=like).argsort()
-    return PlantedModel(keys[order], groups[order], torch.eye(d, dtype=torch.float64)[:latent], 1.0, small, 1.0)
+    return _shuffled(keys, torch.eye(d, dtype=torch.float64)[:latent], streams)
+
+
+def variance_keys(n: int, d: int, ratio: float, *, generator: Generator = None) -> PlantedModel:
+    """LevAttention's Gaussian model: rows of two covariance profiles whose variances differ by a fixed ratio.
+
+    `d` signal rows have variance 1 on the first half of the coordinates and `ratio` on the others, noise rows the
+    other way round. Every row has norm 1. The paper calls the ratio theta_1.
+    """
+    checks.number("ratio", ratio, minimum=0.0, maximum=1.0)
+    half = max(1, d // 2)
+    streams = as_streams(generator)
+    keys = streams.normal("rows", n, d, like=torch.empty(0, dtype=torch.float64))
+    keys[:d, half:] *= ratio**0.5
+    keys[d:, :half] *= ratio**0.5
+    keys = torch.nn.functional.normalize(keys, dim=-1)
+    return _shuffled(keys, keys[:d].clone(), streams)
+
+
+def _shuffled(
+    keys: Tensor,
+    directions: Tensor,
+    streams: Streams,
+    epsilon: float = 1.0,
+    sigmas: tuple[float, float] = (0.0, 0.0),
+) -> PlantedModel:
+    """A model of keys whose groups come first, one for each direction; its rows in random order."""
+    n_groups, size = len(directions), group_size(epsilon)
+    groups = torch.zeros(len(keys), dtype=torch.int64)
+    groups[: n_groups * size] = torch.arange(1, n_groups + 1).repeat_interleave(size)
+    order = streams.uniform("order", len(keys), like=keys).argsort()
+    return PlantedModel(keys[order], groups[order], directions, epsilon, *sigmas)
 
 
 def lewis_weights(keys: Tensor, p: float) -> Tensor:

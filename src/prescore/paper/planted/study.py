@@ -45,6 +45,8 @@ SMALL = 0.5
 """What "sufficiently small" allows."""
 LATENT_NOISE = (0.1, 0.01)
 """Norms of the small components of Appendix D's model."""
+VARIANCE_RATIOS = (0.2, 0.01)
+"""theta_1 of LevAttention's Gaussian model, below 1/4."""
 
 Claims = Callable[[PlantedModel], list[Values]]
 
@@ -53,8 +55,8 @@ Claims = Callable[[PlantedModel], list[Values]]
 class Sweep:
     """What to run: every combination of the settings, for every seed.
 
-    `methods=None` is every registered scorer, `minkowski` with the last power. Claims use the cheapest of `restarts` clusterings; the l_p claim, whose centres are slow
-    to find, uses one, at the smallest n.
+    `methods=None` is every registered scorer, `minkowski` with the last power. Claims use the cheapest of
+    `restarts` clusterings; the l_p claim, whose centres are slow to find, uses one, at the smallest n.
     """
 
     n: tuple[int, ...] = (4096, 16384)
@@ -159,6 +161,10 @@ def _claim_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
         draw = partial(setting.draw, reading, generator=seed)
         universal_set = partial(universal_set_claims, n_queries=sweep.n_queries, seed=seed)
         add("leverage", {"reading": reading}, draw, leverage_claims, universal_set, cost=1)
+        for degree in sweep.degrees:
+            if degree != 2:  # the quadratic kernel is one of the claims above
+                cover = partial(kernel_claims, degree=degree, n_queries=sweep.n_queries, seed=seed)
+                add("leverage", {"reading": reading, "degree": degree}, draw, cover, cost=1)
         theorem = partial(cluster, claim="Theorem 2")
         add("clusters", {"reading": reading}, draw, theorem, centroid_claims, cost=sweep.restarts)
         draw = partial(dataclasses.replace(setting, epsilon=1.0).draw, reading, generator=seed)
@@ -173,25 +179,23 @@ def _claim_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
         claims = partial(lp_claims, p=p, basis="rotated" if rotated else "standard", seed=seed)
         detail = {"reading": "small-noise", "p": p, "rotated": rotated}
         add("l_p", detail, draw, claims, cost=2 if p >= 2 else 10)
+    without: Values = {"epsilon": None, "c_signal": None, "c_noise": None}  # models without these
     for small in LATENT_NOISE:
         draw = partial(planted.latent_keys, setting.n, setting.d, small, generator=seed)
-        detail = {
-            "reading": f"latent V, {small:g}",
-            "small": small,
-            "epsilon": None,
-            "c_signal": None,
-            "c_noise": None,
-        }
-        add(
-            "latent", detail, draw, partial(latent_claims, restarts=sweep.restarts, seed=seed), cost=sweep.restarts
-        )
+        detail = {**without, "reading": f"latent V, {small:g}", "small": small}
+        latent = partial(latent_claims, restarts=sweep.restarts, seed=seed)
+        add("latent", detail, draw, latent, cost=sweep.restarts)
+    for ratio in VARIANCE_RATIOS:
+        draw = partial(planted.variance_keys, setting.n, setting.d, ratio, generator=seed)
+        detail = {**without, "reading": f"theta_1 = {ratio:g}", "ratio": ratio}
+        corollary = partial(cluster, claim="Variance ratio, Corollary 1")
+        gap = partial(gap_claims, ratio=ratio)
+        add("variance ratio", detail, draw, gap, corollary, cost=sweep.restarts)
     for spread, name in ((0.0, "as printed"), (0.5, "norms spread")):
         d = setting.d + setting.d % 2
         draw = partial(planted.counterexample_keys, setting.n, d, sweep.norm, spread=spread, generator=seed)
         claims = partial(counterexample_claims, name=name, restarts=sweep.restarts, seed=seed)
-        # the counterexample has no epsilon and no noise constants
-        detail = {"epsilon": None, "c_signal": None, "c_noise": None, "norm": sweep.norm, "spread": spread}
-        detail |= {"reading": "counterexample"}
+        detail = {**without, "reading": "counterexample", "norm": sweep.norm, "spread": spread}
         add("counterexample", detail, draw, claims, cost=2 * sweep.restarts)
     return rows
 
@@ -306,13 +310,36 @@ def universal_set_claims(model: PlantedModel, *, n_queries: int, seed: int) -> l
         check("rho: S in U", "min signal leverage / rho", lowest, ">=", 1.0, vacuous),
         check("rho: size of U", "|U| / (d / rho)", size, "<=", 1.0, vacuous),
     ]
-    threshold = model.epsilon / 2
+    covered = kernel_claims(model, degree=2, n_queries=n_queries, seed=seed)
+    return claims + [claim for claim in covered if claim["quantity"].startswith("recall")]
+
+
+def kernel_claims(model: PlantedModel, *, degree: int, n_queries: int, seed: int) -> list[Values]:
+    """LevAttention's universal set for a polynomial kernel: keys that can hold an entry above eps / 2.
+
+    By the inequality of power means an entry `a` of degree r needs a leverage of `a^(2/r) n^(2/r - 1)` above r = 2
+    and of `a^(2/r)` up to it.
+    """
+    n, heavy = len(model.keys), model.epsilon / 2
+    threshold = heavy ** (2 / degree) * n ** min(0.0, 2 / degree - 1)
+    universal = lewis_weights(model.keys, 2.0) >= threshold
     query = planted.planted_queries(model, n_queries, generator=seed)
-    attention = planted.polynomial_attention(query, model.keys, 2)
-    recall = planted.heavy_recall(attention, leverage >= threshold, threshold)
+    recall = planted.heavy_recall(planted.polynomial_attention(query, model.keys, degree), universal, heavy)
+    share = float(universal.double().mean())
+    claims = [check("universal set", f"|U| / n, degree {degree}", share, "<", SMALL)]
     if recall is not None:
-        claims.append(check("universal set", "recall of entries > eps/2, degree 2", recall, "=", 1.0))
+        claims.append(check("universal set", f"recall of entries > eps/2, degree {degree}", recall, "=", 1.0))
     return claims
+
+
+def gap_claims(model: PlantedModel, *, ratio: float) -> list[Values]:
+    """The gap of the Gaussian model: no noise row is nearer to a signal row than 2 (1 - theta_1), squared."""
+    gap = float(torch.cdist(model.keys[model.signal], model.keys[~model.signal]).min()) ** 2
+    claim, quantity = "Variance ratio, D_min", "squared distance of signal and noise"
+    return [
+        check(claim, f"{quantity} / (2 - 2 theta_1)", gap / (2 * (1 - ratio)), ">=", 1.0),
+        check(claim, quantity, gap, ">=", 1.5),
+    ]
 
 
 def clustering_claims(model: PlantedModel, *, claim: str, restarts: int, seed: int) -> list[Values]:

@@ -57,7 +57,7 @@ def claim_table(records: Sequence[Record]) -> Table:
     swept = [
         record.config
         for record in claims
-        if record.config["topic"] not in ("singleton", "counterexample", "latent")
+        if record.config["topic"] not in ("singleton", "counterexample", "latent", "variance ratio")
     ]
     varying = [name for name in _SETTING[2:] if len({config[name] for config in swept}) > 1]
     by_claim: dict[tuple[str, ...], dict[tuple[int, int], list[Values]]] = defaultdict(lambda: defaultdict(list))
