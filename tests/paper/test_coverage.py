@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from oracles.tiny_language_model import tiny_language_model
 
 from prescore import Selected
 from prescore.bench.records import Record, row_key
@@ -56,18 +55,6 @@ def test_causal_and_grouped_heads():
     # heads 0 and 1 read the first KV head, whose first key is selected; heads 2 and 3 have no selected key
     assert (shares["mass"][:, :2] > 0.1).all()
     assert (shares["mass"][:, 2:] == 0).all()
-
-
-def test_language_models_work_too():
-    model = tiny_language_model(max_positions=64)[0]
-    texts = list(torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0)))
-    observe = coverage.observe_texts(model, texts)
-    results = coverage_rows(observe, {}, methods=("kmeans", "random"), budgets=(8,), n_clusters=(3,))[0].measure()
-    # two sequences, two layers, four query heads
-    assert (results["n_heads"], results["n_keys"]) == (2 * 2 * 4, 24)
-    assert results["chance"] == pytest.approx(8 / 24)
-    assert len(results["mass_layers"]) == 2
-    assert 0 < results["heavy_0.01_mean"] < 1
 
 
 def test_rows_of_a_vision_study(study):

@@ -167,8 +167,6 @@ REFUSALS = [
     ("sweep --set sinks", "set must be FIELD=VALUE,VALUE,..., got 'sinks'"),
     ("sweep --set scorer.clusters=4,8", "got 'scorer.clusters'"),
     ("planted --quick --method kmean", r"\(did you mean 'kmeans'\?\)"),
-    ("appendix-g --text book.txt", "text must be given with a language model, got text 'book.txt'"),
-    ("appendix-g --model vit --language-model smollm2", "without model and images, got 'smollm2'"),
     ("appendix-h", "--heads must be a directory of saved heads, got none; prescore save-heads"),
 ]
 

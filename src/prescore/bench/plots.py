@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,22 +107,16 @@ def powers_of_two(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.{6 if value >= 1 else 2}g}")
 
 
-def bars(
-    axes: Axes,
-    labels: Sequence[str],
-    values: Sequence[float],
-    spreads: Sequence[float],
-    colours: Sequence[str],
-) -> None:
-    """Horizontal bars from top to bottom with a whisker of one standard deviation, each labelled by its value."""
-    heights = list(range(len(labels)))
-    axes.barh(
-        heights, values, xerr=spreads, color=colours, height=0.72, error_kw={"elinewidth": 1, "ecolor": "#444444"}
-    )
-    axes.set_yticks(heights, labels)
+def bars(axes: Axes, values: Mapping[str, Sequence[float]], colours: Sequence[str]) -> None:
+    """Horizontal bars from top to bottom: means with a whisker of one standard deviation, labelled by the mean."""
+    means = [statistics.fmean(line) if line else 0.0 for line in values.values()]
+    spreads = [statistics.stdev(line) if len(line) > 1 else 0.0 for line in values.values()]
+    heights = list(range(len(means)))
+    whiskers = {"elinewidth": 1, "ecolor": "#444444"}
+    axes.barh(heights, means, xerr=spreads, color=colours, height=0.72, error_kw=whiskers)
+    axes.set_yticks(heights, list(values))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    for height, value, spread in zip(heights, values, spreads, strict=True):
-        axes.annotate(
-            f"{value:.2f}", (value + spread, height), (3, 0), textcoords="offset points", va="center", fontsize=7
-        )
+    for height, mean, spread in zip(heights, means, spreads, strict=True):
+        label, end = f"{mean:.2f}", (mean + spread, height)
+        axes.annotate(label, end, (3, 0), textcoords="offset points", va="center", fontsize=7)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from prescore.bench.records import Record, Row, Values
     from prescore.bench.tables import Table
 
-_QUICK_TEXTS = 4
 _DIGIT_BUDGETS = [8, 16, 24, 32]
 
 
@@ -272,13 +271,6 @@ def _coverage(item: Item) -> Callable[..., None]:
     def command(
         given: VisionOptions,
         run: cli.Run,
-        language_model: str | None = typer.Option(
-            None, help="Measure a causal language model instead: smollm2, a folder, or a name on the hub."
-        ),
-        text: list[str] | None = typer.Option(
-            None, help="Text file or folder for the language model; repeatable.  [default: Python's own]"
-        ),
-        length: int = typer.Option(1024, min=2, help="Tokens per text."),
         method: list[str] | None = typer.Option(
             None, help="SCORER[-RULE][-sample]; repeatable.  [default: the paper's and baselines]"
         ),
@@ -289,20 +281,11 @@ def _coverage(item: Item) -> Callable[..., None]:
     ) -> None:
         from prescore.paper import coverage
 
-        digits = given.model is None and language_model is None
         methods = method or (list(coverage.QUICK_METHODS) if run.quick else None)
-        budgets = given.samples or (_DIGIT_BUDGETS[:3] if digits else None)
+        budgets = given.samples or (None if given.model else _DIGIT_BUDGETS[:3])
         grid = given.grid(run, prefix, methods=methods, budgets=budgets, thresholds=epsilon)
-        if language_model is None:
-            if text:
-                raise ValueError(f"text must be given with a language model, got text {text[0]!r} alone")
-            study = given.study(run.quick, may_train=not run.quick)
-            rows = coverage.coverage_rows(study.observe, study.described, n_prefix=study.model.n_prefix, **grid)
-        else:
-            if given.model is not None or given.images is not None:
-                raise ValueError(f"language_model must be given without model and images, got {language_model!r}")
-            limit = given.limit or (_QUICK_TEXTS if run.quick else None)
-            rows = coverage.text_rows(language_model, text, length, limit, given.device, grid)
+        study = given.study(run.quick, may_train=not run.quick)
+        rows = coverage.coverage_rows(study.observe, study.described, n_prefix=study.model.n_prefix, **grid)
         table = coverage.coverage_table
         _measure(item, run, "coverage", rows, lambda r: [table(r)], coverage.coverage_plot, given.device)
 

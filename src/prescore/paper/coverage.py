@@ -1,8 +1,7 @@
 """Heavy-entry coverage (Appendix G): how many of the large attention weights lie on selected keys.
 
 Measured on the queries and keys of every layer, and compared with keys selected at random. Coverage says little
-about accuracy: a method may cover every large weight and lose all the others. Read it with `prescore vision` or
-`prescore perplexity`.
+about accuracy: a method may cover every large weight and lose all the others. Read it with `prescore vision`.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prescore.attention import select_by
-from prescore.bench.language.documents import load_documents
-from prescore.bench.language.model import load_language_model
 from prescore.bench.language.tables import half_width
 from prescore.bench.methods import PUBLISHED, ScorerName, image_config
 from prescore.bench.plots import figure, line_style
@@ -26,7 +23,7 @@ from prescore.bench.records import Record, Row, Values
 from prescore.bench.tables import MISSING, Table, as_text
 from prescore.bench.vision.tables import label, values_by_line
 from prescore.config import Selected
-from prescore.integrations.apply import Observer, observe
+from prescore.integrations.apply import Observer
 from prescore.integrations.attention import AttentionContext, layer_seed
 from prescore.integrations.masks import full_mask
 from prescore.paper import printed
@@ -40,32 +37,6 @@ QUICK_METHODS = ("kmeans", "kmedian", "random")
 
 ObserveAll = Callable[[Observer], None]
 """Runs all inputs with exact attention and shows the queries and keys of every layer."""
-
-
-def observe_texts(model: nn.Module, texts: Sequence[Tensor]) -> ObserveAll:
-    """For a causal language model on texts of tokens `[length]`."""
-
-    @torch.no_grad()
-    def run(observer: Observer) -> None:
-        with observe(model, observer):
-            for tokens in texts:
-                model(input_ids=tokens[None].to(next(model.parameters()).device), use_cache=False)
-
-    return run
-
-
-def text_rows(
-    name: str, sources: Sequence[str] | None, length: int, limit: int | None, device: str, grid: Values
-) -> list[Row]:
-    """The rows of a causal language model on the beginnings of texts."""
-    loaded = load_language_model(name, device=device)
-    documents = load_documents(sources, limit=limit)
-    long_enough = [tokens[:length] for d in documents if len(tokens := loaded.encode(d.text)) >= length]
-    if not long_enough:
-        raise ValueError(f"text must hold at least one document of {length} tokens, got {len(documents)} shorter")
-    described: Values = {"model": Path(name).name, "texts": [document.name for document in documents]}
-    described |= {"length": length, "n_texts": len(long_enough)}
-    return coverage_rows(observe_texts(loaded.model, long_enough), described, **grid)
 
 
 def coverage_rows(

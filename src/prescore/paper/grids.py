@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from prescore import checks
+from prescore.bench.cli.options import read_value
 from prescore.bench.language.grid import check_set, grid_methods, unique
 from prescore.bench.methods import EXACT, SINKS, Baseline, Method, change, leaf_of, local_only, sliding_window
 from prescore.bench.records import Values
@@ -289,15 +289,8 @@ def read_sweep(changes: Sequence[str]) -> dict[str, list[Any]]:
         name, equals, words = change_.partition("=")
         if not equals or not words.strip(" ,"):
             raise ValueError(f"set must be FIELD=VALUE,VALUE,..., got {change_!r}")
-        values[name.strip()] = [_value(word.strip()) for word in words.split(",") if word.strip()]
+        values[name.strip()] = [read_value(word.strip()) for word in words.split(",") if word.strip()]
     return values
-
-
-def _value(word: str) -> Any:
-    try:
-        return json.loads(word)
-    except json.JSONDecodeError:
-        return word
 
 
 def sweep_methods(

@@ -259,10 +259,7 @@ def selection_plot(records: Sequence[Record], path: str | Path) -> None:
     """Attention weight on the keys that each scorer selects, with the spread over layers and seeds."""
     values = {name: [r["mass"] for r in runs.values()] for name, runs in _by_selection(records).items()}
     with figure(path, (8, 1.2 + 0.3 * len(values))) as (_, axes):
-        spreads = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values.values()]
-        bars(
-            axes, list(values), [statistics.fmean(v) for v in values.values()], spreads, [COLOURS[0]] * len(values)
-        )
+        bars(axes, values, [COLOURS[0]] * len(values))
         axes.set(title="Attention weight on an eighth of the keys", xlabel="share of the weight")
 
 

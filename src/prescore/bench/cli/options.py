@@ -121,10 +121,7 @@ class Language:
             name, equals, value = change.partition("=")
             if not equals:
                 raise ValueError(f"set must be FIELD=VALUE, got {change!r}")
-            try:
-                values[name.strip()] = json.loads(value)
-            except json.JSONDecodeError:
-                values[name.strip()] = value
+            values[name.strip()] = read_value(value)
         return values
 
     def load(self, **options: bool) -> LanguageModel:
@@ -436,6 +433,14 @@ def parallel_session(
 
 
 # How the values of options are read.
+
+
+def read_value(text: str) -> Any:
+    """JSON, or else a word."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def read_budget(text: str) -> int | float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,17 +94,19 @@ def verdict(checks: Sequence[Values]) -> tuple[str, str]:
 def planted_plot(records: Sequence[Record], setting: Setting, path: str | Path) -> None:
     """Recall by method and rule in each reading."""
     recall = _recall(records, setting, "recall")
-    labels = [method if rule == NO_RULE else f"{method}, {rule}" for method, rule in recall]
     methods = list(dict.fromkeys(method for method, _ in recall))
     colours = [COLOURS[methods.index(method) % len(COLOURS)] for method, _ in recall]
     with figure(path, (16, 1.2 + 0.19 * len(recall)), ncols=len(VARIANTS)) as (drawn, axes):
         drawn.suptitle(f"Planted keys found, {describe_setting(setting)}")
         for panel, (variant, title) in zip(axes, VARIANTS.items(), strict=True):
-            values = [by_variant.get(variant, []) for by_variant in recall.values()]
-            means = [statistics.fmean(seeds) if seeds else 0.0 for seeds in values]
-            spreads = [statistics.stdev(seeds) if len(seeds) > 1 else 0.0 for seeds in values]
-            bars(panel, labels if panel is axes[0] else [""] * len(labels), means, spreads, colours)
+            lines = {
+                method if rule == NO_RULE else f"{method}, {rule}": by_variant.get(variant, [])
+                for (method, rule), by_variant in recall.items()
+            }
+            bars(panel, lines, colours)
             panel.set(title=title, xlabel="recall", xlim=(0, 1.15))
+            if panel is not axes[0]:
+                panel.set_yticklabels([])
 
 
 def claim_plot(records: Sequence[Record], path: str | Path) -> None:
@@ -117,10 +118,7 @@ def claim_plot(records: Sequence[Record], path: str | Path) -> None:
                 name = f"{check['claim']}, {record.config['reading']}: {check['quantity']}"
                 held[name].append(float(check["held"]))
     with figure(path, (9, 1.2 + 0.3 * len(held))) as (_, axes):
-        means = [statistics.fmean(values) for values in held.values()]
-        bars(
-            axes, list(held), means, [0.0] * len(held), [COLOURS[0] if mean == 1 else COLOURS[3] for mean in means]
-        )
+        bars(axes, held, [COLOURS[0] if all(values) else COLOURS[3] for values in held.values()])
         axes.set(title="Statements that held", xlabel="share of seeds and settings", xlim=(0, 1.15))
 
 
