@@ -82,7 +82,8 @@ def test_every_item_has_a_picture_with_its_lines(item, n_lines, monkeypatch, tmp
     few = [*references(), *(record(f"{name}, 1", 2.5) for name in ("x", "y")), record("default, 1", 2.1)]
     summaries = summarise(grid() if n_lines == 6 else few)
     axes = draw(monkeypatch, tmp_path / "picture.png", lambda *given: plot_experiment(item, *given), summaries)
-    assert [len(one.get_legend_handles_labels()[1]) for one in axes] == [n_lines] * 2
+    n_panels = 1 if item == "figure-glm3" else 2  # its last picture is of time
+    assert [len(one.get_legend_handles_labels()[1]) for one in axes] == [n_lines] * n_panels
 
 
 def test_budgets_stand_beside_the_papers_in_nats():
@@ -94,6 +95,11 @@ def test_budgets_stand_beside_the_papers_in_nats():
     # the paper prints 17.3717 and 14.2691, and 5.6 for exact attention
     assert with_samples.rows[1][2] == "+1.633 / +1.349"
     assert without.rows[1][4] == "+0.924 / +0.593"
+    *_, times = paper_tables("figure-glm3", summarise(grid()))
+    assert times.columns == ("scorer", "top 0", "top 4", "top 256")
+    assert times.rows[0] == ("HyperAttention, 32 samples", "0.50 s", "-", "-")
+    assert times.rows[2] == ("K-means, 32 samples", "-", "0.50 s", "0.50 s")
+    assert times.rows[-1] == ("exact", "0.50 s", "", "")
     early = [*references(), cell("kmeans", 32, 2.5, coupling="early")]
     (table,) = paper_tables("appendix-f", summarise(early))
     assert table.rows == (("early, kmeans", "+0.500"), ("paper, Appendix A: kmeans", "+1.633"))
@@ -118,7 +124,7 @@ def test_top_1_of_the_paper_stands_below_ours():
     results = {"top1": 40.0, "top5": 60.0, "images_per_second": 9.0, "top1_exact": 70.0}
     results |= {"n_images": 100, "n_tokens": 197}
     ours, *theirs = beside_published([Record("vision", "a", config, 0, results, 1.0)]).rows
-    assert ours[:2] == ("kmeans, 4 clusters", "40.0")
+    assert ours[:2] == ("kmeans, 4 clusters", "40.0 ± 9.6")  # 1.96 sqrt(0.4 * 0.6 / 100)
     assert len(theirs) == len(paper_prints.TOP_1)
     assert theirs[0] == (
         "paper: ViT-S/16 (exact 85.11), kmeans, 4 clusters",

@@ -337,7 +337,7 @@ def gap_claims(model: PlantedModel, *, ratio: float) -> list[Values]:
     gap = float(torch.cdist(model.keys[model.signal], model.keys[~model.signal]).min()) ** 2
     claim, quantity = "Variance ratio, D_min", "squared distance of signal and noise"
     return [
-        check(claim, f"{quantity} / (2 - 2 theta_1)", gap / (2 * (1 - ratio)), ">=", 1.0),
+        check(claim, f"{quantity} / (2 - 2 theta_1)", gap / (2 * (1 - ratio)), ">=", 1.0 - 1e-6),
         check(claim, quantity, gap, ">=", 1.5),
     ]
 
