@@ -135,7 +135,7 @@ def test_a_call_that_is_exact_runs_no_engine(name, kv_heads, monkeypatch):
     inputs = [t.requires_grad_() for t in attention_tensors(heads=2, kv_heads=kv_heads, n_keys=200, dim=8)]
     wanted = exact_attention(*inputs, is_causal=is_causal).output
     wanted_grads = torch.autograd.grad(wanted.square().sum(), inputs)
-    for engine in ("attend_exact", "routed.attend_routed", "selected.attend_selected"):
+    for engine in ("attend_parts", "routed.attend_routed", "selected.attend_selected"):
         monkeypatch.setattr(f"prescore.engines.{engine}", lambda *_, **__: pytest.fail("no engine is needed"))
     got = prescored_attention(*inputs, config=config, is_causal=is_causal)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)

@@ -24,7 +24,6 @@ from prescore.ops.operators import (
     Tile,
     accumulation_dtype,
     pick_operator,
-    readable,
     rounds_weights,
     softmax_with_lse,
 )
@@ -287,29 +286,6 @@ def merge(*parts: Attended) -> Attended:
     weights, lse = softmax_with_lse(torch.stack([part.lse for part in parts]), 0)
     outputs = torch.stack([part.output for part in parts]).to(lse.dtype)
     return Attended((outputs * weights[..., None]).sum(0).to(parts[0].output.dtype), lse)
-
-
-# Exact softmax attention as parts, or straight from the operator.
-
-
-def exact_output(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, operator: Operator
-) -> Tensor:
-    """Output of exact attention without padding and without lse.
-
-    Calls the fused operator with its own backward where its inputs need no change: short inputs feel every copy.
-    """
-    aligned = not is_causal or query.shape[2] == key.shape[2]
-    same_width = value.shape[3] == query.shape[3]
-    if operator.name == "cpu-flash" and aligned and same_width and query.numel() and key.numel():
-        output: Tensor
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            readable(query), readable(key), readable(value), 0.0, is_causal, scale=scale
-        )
-        if not records_gradients(query, key, value) or not rounds_weights(lse, query.dtype, backward=True):
-            return output
-    parts = exact_parts(query, key, is_causal=is_causal, valid=None)
-    return attend_parts(query, key, value, parts, scale=scale, operator=operator).output
 
 
 def exact_parts(query: Tensor, key: Tensor, *, is_causal: bool, valid: Tensor | None) -> list[Part]:

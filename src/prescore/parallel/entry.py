@@ -21,7 +21,7 @@ from prescore.call import Options, make_call, with_positive_scale
 from prescore.config import Config, Exact, Routed, Selected, check_config
 from prescore.engines import run_engine
 from prescore.ops.operators import pick_operator
-from prescore.ops.parts import merge
+from prescore.ops.parts import attend_parts, exact_parts, merge
 from prescore.parallel.comm import Group, Shard, agree, as_group
 from prescore.parallel.selected import attend_selected_shards, why_not_selected
 from prescore.parallel.ulysses import attend_by_heads, share_heads
@@ -187,7 +187,8 @@ def attend_step(
     """
     is_causal, operator = group.rank == group.size - 1, pick_operator(query)
     call = make_call(query, key, value, valid, is_causal=is_causal, scale=scale, operator=operator, aligned=False)
-    local = call.exactly()
-    parts = group.gather(torch.cat((local.output.to(local.lse.dtype), local.lse[..., None]), dim=-1))
-    merged = merge(*(Attended(part[..., :-1], part[..., -1]) for part in parts))
+    parts = exact_parts(call.query, call.key, is_causal=is_causal, valid=call.valid)
+    local = attend_parts(call.query, call.key, call.value, parts, scale=call.scale, operator=operator)
+    results = group.gather(torch.cat((local.output.to(local.lse.dtype), local.lse[..., None]), dim=-1))
+    merged = merge(*(Attended(result[..., :-1], result[..., -1]) for result in results))
     return Attended(merged.output.to(query.dtype), merged.lse)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prescore.call import Call
-from prescore.config import Hyper, Selected
+from prescore.config import Exact, Hyper, Selected
 from prescore.ops.parts import Part, attend_parts
 from prescore.selected.plan import Plan, make_plan
 from prescore.types import Reads, Result, Values
@@ -22,10 +22,24 @@ def reads_every_key(call: Call, config: Selected | Hyper) -> bool:
     return config.leaf_inclusive and call.n_query <= config.min_seq_len
 
 
+def why_exact(call: Call, config: Selected | Hyper) -> str:
+    """Why every query of a call without a given selection reads every key; empty = it chooses."""
+    if call.is_causal:
+        return f"no longer than min_seq_len={config.min_seq_len}" if reads_every_key(call, config) else ""
+    few = call.n_query <= config.min_seq_len if config.leaf_inclusive else call.n_query < config.min_seq_len
+    if few and (isinstance(config, Hyper) or config.leaf_inclusive):
+        return "shorter than min_seq_len"
+    if isinstance(config, Hyper) or not isinstance(config.inner, Exact) or config.top_k is None:
+        return ""
+    keeps_all = config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= call.n_keys
+    return "top_k keeps every key" if keeps_all else ""
+
+
 def attend_selected(
     call: Call, config: Selected | Hyper, given: Tensor | None = None, *, explain: bool = False
 ) -> Result:
     """Run Algorithm 2; `given [B, Hkv, Nk]` is a selection to use instead of making one, in aligned positions."""
+    reason = why_exact(call, config) if given is None else ""
     if isinstance(config, Hyper):  # HyperAttention over all keys selects every key
         config = Selected(
             top_k=1.0,
@@ -46,9 +60,9 @@ def attend_selected(
         return reads_per_query(parts, n_queries)
 
     if not explain:
-        return Result(*attended, count_reads)
+        return Result(*attended, count_reads, why_exact=reason)
     stats = _stats(plan, attended.lse, count_reads())
-    return Result(*attended, count_reads, stats, plan.selections)
+    return Result(*attended, count_reads, stats, plan.selections, reason)
 
 
 def _stats(plan: Plan, lse: Tensor, reads: Reads) -> Values:
