@@ -13,7 +13,7 @@ import torch
 from prescore import Config, Exact, KMeans, Lsh, Routed, Selected
 from prescore.ops.operators import pick_operator
 from prescore.parallel.comm import NOTE, Shard
-from prescore.parallel.selected import Block, Layout, cluster_scorer, empty_stats, overlap, why_not_selected
+from prescore.parallel.selected import KeyBlock, RankLayout, cluster_scorer, empty_stats, overlap, why_not_selected
 from prescore.parallel.ulysses import share_heads
 from prescore.rng import Streams
 from prescore.scoring.base import Scorer
@@ -73,7 +73,7 @@ class _SelectedExchange:
 
     def __init__(self, layer: Layer, config: Selected, rank: int) -> None:
         self.layer, self.config, self.rank, self.shard = layer, config, rank, layer.shard(rank)
-        self.layout = Layout(self.shard, config)
+        self.layout = RankLayout(self.shard, config)
         self.clusters = cluster_scorer(config, self.shard)
 
     def sent(self) -> float:
@@ -92,18 +92,18 @@ class _SelectedExchange:
     def _others(self, ranks: list[int]) -> int:
         return len([rank for rank in ranks if rank != self.rank])
 
-    def _stats(self, block: Block, scorer: Scorer) -> float:
+    def _stats(self, block: KeyBlock, scorer: Scorer) -> float:
         """Score statistics, to the other holders."""
         stats = empty_stats(scorer, self.shard, block, self.layout.columns(block, self.rank))
         if stats is None:
             raise TypeError(f"scorer must have statistics, got {scorer!r}")
         return stats.shape[2] * stats.itemsize * self._others(self.layout.holders(block))
 
-    def _candidates(self, block: Block) -> float:
+    def _candidates(self, block: KeyBlock) -> float:
         best = min(block.n_free, len(self.layout.columns(block, self.rank)))
         return best * WIDE * self._others(self.layout.holders(block))
 
-    def _selected(self, block: Block) -> float:
+    def _selected(self, block: KeyBlock) -> float:
         """Selected keys and values, their number, sums for centroids, to ranks whose queries read the block."""
         layer, share = self.layer, len(self.layout.columns(block, self.rank)) / len(block.keys)
         n_clusters = 0

@@ -291,8 +291,12 @@ def attend(
         # only now: a call that is refused must not advance a generator
         streams = as_streams(options.generator, batch=query.shape[0])
         if options.dropout_p:
-            own = streams if options.dropout_generator is None else as_streams(options.dropout_generator)
-            operator = pick_operator(query, options.backend, Dropout(options.dropout_p, own.child("dropout")))
+            dropout_streams = (
+                streams if options.dropout_generator is None else as_streams(options.dropout_generator)
+            )
+            operator = pick_operator(
+                query, options.backend, Dropout(options.dropout_p, dropout_streams.child("dropout"))
+            )
         call = make_call(
             *differentiable_once(query, key, value),
             options.key_padding_mask,

@@ -246,7 +246,7 @@ def _finite(mask: Tensor | None, **tensors: Tensor) -> None:
     for name, tensor in real.items():
         bad = (~torch.isfinite(tensor)).nonzero()
         if len(bad):
-            place = tuple(bad[0].tolist())
+            index = tuple(bad[0].tolist())
             raise ValueError(
-                f"{name} must be finite where it is not padding, got {tensor[place].item()} at {place}"
+                f"{name} must be finite where it is not padding, got {tensor[index].item()} at {index}"
             )

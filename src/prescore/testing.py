@@ -124,14 +124,14 @@ def shards_score_as_the_full_sequence(scorer: Scorer) -> None:
         KeyShard(keys[:, :, begin:end], begin, 200, keys.dtype, streams) for begin, end in itertools.pairwise(cuts)
     ]
     sent = [scorer.stats(shard) for shard in shards]
-    stats = [each for each in sent if each is not None]
+    stats = [part for part in sent if part is not None]
     if not stats:
         return
-    for shard, own in zip(shards, stats, strict=True):
+    for shard, part in zip(shards, stats, strict=True):
         empty = scorer.stats(dataclasses.replace(shard, keys=shard.keys[:0]))
         _require(
-            empty is not None and (empty.shape[1:], empty.dtype) == (own.shape[1:], own.dtype),
-            f"stats of an empty batch must tell shape {tuple(own.shape)} and dtype {own.dtype}, got {empty}",
+            empty is not None and (empty.shape[1:], empty.dtype) == (part.shape[1:], part.dtype),
+            f"stats of an empty batch must tell shape {tuple(part.shape)} and dtype {part.dtype}, got {empty}",
         )
         scored = checked_scores(scorer.score_from(stats, shard), scorer, shard.keys, None)
         _require_equal(scored.scores, full.scores[:, :, shard.positions], f"keys {shard.positions} alone")

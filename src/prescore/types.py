@@ -128,9 +128,9 @@ class Stats(Mapping[str, Any]):
     @classmethod
     def of(cls, reported: Mapping[str, Any]) -> Stats:
         """From what an engine reports; names without a field of their own become `details`."""
-        own = {each.name for each in fields(cls)} - {"details"}
-        known = {name: number for name, number in reported.items() if name in own}
-        return cls(**known, details={name: number for name, number in reported.items() if name not in own})
+        names = {stat.name for stat in fields(cls)} - {"details"}
+        known = {name: number for name, number in reported.items() if name in names}
+        return cls(**known, details={name: number for name, number in reported.items() if name not in names})
 
     def __getitem__(self, name: str) -> Any:
         return self._present()[name]
@@ -145,8 +145,8 @@ class Stats(Mapping[str, Any]):
         return f"Stats({', '.join(f'{name}={number!r}' for name, number in self._present().items())})"
 
     def _present(self) -> Values:
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "details"}
-        return {**{name: number for name, number in own.items() if number is not None}, **self.details}
+        numbers = {stat.name: getattr(self, stat.name) for stat in fields(self) if stat.name != "details"}
+        return {**{name: number for name, number in numbers.items() if number is not None}, **self.details}
 
 
 class Aux(NamedTuple):

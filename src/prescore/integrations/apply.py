@@ -102,8 +102,8 @@ class Applied:
         """What each replaced layer did since its last prompt began; print it to see a table."""
         return Report(
             tuple(
-                LayerReport(number, self.layers[number], each.config, each.last, each.trace.phases)
-                for number, each in self._functions.items()
+                LayerReport(number, self.layers[number], function.config, function.last, function.trace.phases)
+                for number, function in self._functions.items()
             )
         )
 
@@ -115,7 +115,7 @@ class Applied:
             `exact_because`: how many ran exactly instead, by reason; `audit`: queries, mean error, its 95 %
             interval and the largest error, where `apply` has `audit=`, else None.
         """
-        return totals_of(each.trace for each in self._functions.values())
+        return totals_of(function.trace for function in self._functions.values())
 
     def __enter__(self) -> Applied:
         if self._undo is None:
@@ -207,10 +207,10 @@ def apply(
 def _refuse_obstacles(adapter: Adapter, model: nn.Module, configs: Mapping[int, Config]) -> None:
     """Refuse a model some of whose chosen layers can never be served."""
     obstacles: Callable[[nn.Module], dict[int, list[str]]] | None = getattr(adapter, "obstacles", None)
-    found = {} if obstacles is None else obstacles(model)
-    for number in sorted(found):
+    reasons = {} if obstacles is None else obstacles(model)
+    for number in sorted(reasons):
         if not isinstance(configs.get(number, Exact()), Exact):
-            raise refusal(number, type(model).__name__, found[number])
+            raise refusal(number, type(model).__name__, reasons[number])
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:

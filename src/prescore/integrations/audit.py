@@ -52,10 +52,13 @@ def measure_errors(
         valid, starts, reach = (
             None if t is None else t[row : row + 1] for t in (form.valid, form.starts, form.reach)
         )
-        own = replace(form, valid=valid, starts=starts, reach=reach)
+        form_of_row = replace(form, valid=valid, starts=starts, reach=reach)
         keys, values = (t[row, :, None, :n_keys] for t in (key, value))
         for places in sample.split(size) if len(sample) else ():
-            shown = [rebuild(own, place, place + 1, n_query, query.device)[0] for place in places.tolist()]
+            shown = [
+                rebuild(form_of_row, position, position + 1, n_query, query.device)[0]
+                for position in places.tolist()
+            ]
             queries, outputs = (t[row, :, places].unflatten(0, (n_kv_heads, -1)) for t in (query, output))
             of_heads = _relative_errors(queries, outputs, keys, values, ~torch.cat(shown), factor)
             errors = errors + Errors.of(of_heads.flatten(0, 1))
@@ -83,5 +86,5 @@ def _sample(query: Tensor, form: MaskForm, share: float, seed: int) -> list[Tens
     pairs = real.nonzero()
     generator = Streams(seed).generator("audit")
     order = torch.randperm(len(pairs), generator=generator, dtype=torch.int64, device="cpu").to(query.device)
-    row, place = pairs[order[: max(1, round(share * len(pairs)))]].unbind(1)
-    return [place[row == number] for number in range(batch)]
+    row, position = pairs[order[: max(1, round(share * len(pairs)))]].unbind(1)
+    return [position[row == number] for number in range(batch)]

@@ -317,7 +317,7 @@ class Report:
 
     def seconds(self, phase: str) -> float:
         """Time of all layers in a phase, `prefill` or `steps`."""
-        return sum(each.seconds for each in self._phases(phase))
+        return sum(entry.seconds for entry in self._phases(phase))
 
     def reads(self, phase: str) -> Reads | None:
         """Keys and centroids that a query read in the last call of a phase, mean over layers; None = unknown."""
@@ -325,7 +325,7 @@ class Report:
 
     def visible_keys(self, phase: str) -> float | None:
         """Keys that a query could see there, mean over layers; None = unknown."""
-        return _mean(each.last.visible_keys for each in self._phases(phase))
+        return _mean(entry.last.visible_keys for entry in self._phases(phase))
 
     def table(self, *, merge: bool = True) -> str:
         """The table.
@@ -402,8 +402,8 @@ def _cells(phases: Sequence[Phase]) -> dict[str, str]:
     share = _share(phases)
     cells = {
         "what ran": ran[0] if len(ran) == 1 else f"{len(ran)} different",
-        "keys read": _span(each.keys for each in reads if each is not None),
-        "centroids": _span(each.centroids for each in reads if each is not None),
+        "keys read": _span(read.keys for read in reads if read is not None),
+        "centroids": _span(read.centroids for read in reads if read is not None),
         "of": _span(phase.last.visible_keys for phase in phases),
         "share": _UNKNOWN if share is None else f"{100 * share:.0f} %",
         "calls": _span(phase.calls for phase in phases),
@@ -427,7 +427,7 @@ def _share(phases: Sequence[Phase]) -> float | None:
 
 def _mean_reads(phases: Sequence[Phase]) -> Reads | None:
     reads = [phase.last.reads for phase in phases if phase.last.reads is not None]
-    return Reads(*(sum(each) / len(reads) for each in zip(*reads, strict=True))) if reads else None
+    return Reads(*(sum(numbers) / len(reads) for numbers in zip(*reads, strict=True))) if reads else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -451,7 +451,7 @@ def _table(lines: Sequence[Mapping[str, str]]) -> str:
     if len({line["configuration"] for line in lines if "configuration" in line}) == 1:
         columns.remove("configuration")
     cells = [columns, *([line.get(name, "") for name in columns] for line in lines)]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(columns))]
     cells.insert(1, ["-" * width for width in widths])
     return "\n".join(
         "  ".join(

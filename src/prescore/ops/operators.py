@@ -56,11 +56,11 @@ class Operator(ABC):
     dropout: Dropout | None = None
     """The dropout that it applies; only the plain operator can."""
 
-    def at(self, place: str) -> Operator:
-        """This operator for one call, or for several calls named below it.
+    def at(self, name: str) -> Operator:
+        """This operator for the call of this name, or for several calls named below it.
 
-        The place decides which weights are dropped. Forward and backward of one call have the same place; every
-        other call has its own.
+        The name decides which weights are dropped. Forward and backward of a call have one name; every other
+        call has another.
         """
         return self
 

@@ -112,7 +112,7 @@ def attend_parts(
         operator: The operator.
     """
     rows, dim, value_dim = query.shape[:3], query.shape[-1], value.shape[-1]
-    split = tuple(each for part in parts for each in part.split(ROWS_AT_ONCE))
+    split = tuple(piece for part in parts for piece in part.split(ROWS_AT_ONCE))
     flat = query.reshape(-1, dim), key.reshape(-1, dim), value.reshape(-1, value_dim)
     output, lse = _AttendParts.apply((split, scale, operator), *flat)  # type: ignore[no-untyped-call]
     is_merged = len(split) > 1
@@ -267,20 +267,20 @@ def merge(*parts: Attended) -> Attended:
     """
     if not parts:
         raise ValueError("parts must hold at least one Attended, got none")
-    for place, part in enumerate(parts):
+    for number, part in enumerate(parts):
         if not isinstance(part, Attended):
-            raise TypeError(f"parts must be Attended, got {type(part).__name__} at {place}")
-        checks.floating(f"the output of part {place}", part.output)
-        checks.floating(f"the lse of part {place}", part.lse)
+            raise TypeError(f"parts must be Attended, got {type(part).__name__} at {number}")
+        checks.floating(f"the output of part {number}", part.output)
+        checks.floating(f"the lse of part {number}", part.lse)
         if part.output.device != parts[0].output.device or part.lse.device != part.output.device:
             devices = f"{part.output.device} and {part.lse.device}"
-            raise ValueError(f"parts must lie on one device, {parts[0].output.device}, got {devices} at {place}")
+            raise ValueError(f"parts must lie on one device, {parts[0].output.device}, got {devices} at {number}")
         for what, shape, expected in (
             ("outputs of one shape", part.output.shape, parts[0].output.shape),
             ("an lse of shape", part.lse.shape, part.output.shape[:-1]),
         ):
             if shape != expected:
-                raise ValueError(f"parts must have {what} {tuple(expected)}, got {tuple(shape)} at {place}")
+                raise ValueError(f"parts must have {what} {tuple(expected)}, got {tuple(shape)} at {number}")
     if len(parts) == 1:
         return parts[0]
     weights, lse = softmax_with_lse(torch.stack([part.lse for part in parts]), 0)

@@ -29,9 +29,9 @@ class Plain(Operator):
 
     name: ClassVar[str] = "plain"
 
-    def at(self, place: str) -> Plain:
+    def at(self, name: str) -> Plain:
         """See `Operator`."""
-        return self if self.dropout is None else replace(self, dropout=self.dropout.at(place))
+        return self if self.dropout is None else replace(self, dropout=self.dropout.at(name))
 
     def unsupported(self, query: Tensor) -> list[str]:
         """See `Operator`."""

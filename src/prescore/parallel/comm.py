@@ -74,7 +74,7 @@ class Group:
         Returns what each of them received; and a tensor for `tied`, as every rank must take part in the backward
         pass. `like` has the dtype and device of each message.
         """
-        packed = [_packed(*message, like=each) for message, each in zip(messages, like, strict=True)]
+        packed = [_packed(*message, like=empty) for message, empty in zip(messages, like, strict=True)]
         splits = [(sent, received) for _, sent, received in packed]
         buffers = _AllToAll.apply(self, splits, *(buffer for buffer, _, _ in packed))  # type: ignore[no-untyped-call]
         received = [_unpacked(buffer, shapes) for buffer, (_, shapes) in zip(buffers, messages, strict=True)]
@@ -104,14 +104,14 @@ def _packed(outgoing: Tensors, shapes: Shapes, like: Tensor) -> tuple[Tensor, li
     """All tensors as one flat buffer; numbers sent to, and received from, each rank."""
     flat = [tensor.reshape(-1) for tensors in outgoing for tensor in tensors]
     splits = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
-    sizes = [sum(math.prod(shape) for shape in each) for each in shapes]
+    sizes = [sum(math.prod(shape) for shape in rank_shapes) for rank_shapes in shapes]
     return torch.cat([like.new_empty(0), *flat]), splits, sizes
 
 
 def _unpacked(buffer: Tensor, shapes: Shapes) -> list[list[Tensor]]:
-    flat = [shape for each in shapes for shape in each]
+    flat = [shape for rank_shapes in shapes for shape in rank_shapes]
     parts = iter(buffer.split([math.prod(shape) for shape in flat]) if flat else ())
-    return [[next(parts).view(*shape) for shape in each] for each in shapes]
+    return [[next(parts).view(*shape) for shape in rank_shapes] for rank_shapes in shapes]
 
 
 class _Gather(torch.autograd.Function):
@@ -134,12 +134,14 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, splits: list[tuple[list[int], list[int]]], *buffers: Tensor) -> Any:
         ctx.group, ctx.splits = group, splits
-        return tuple(group._all_to_all(buffer, *own) for buffer, own in zip(buffers, splits, strict=True))
+        return tuple(group._all_to_all(buffer, *sizes) for buffer, sizes in zip(buffers, splits, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = (ctx.group._all_to_all(grad, own[1], own[0]) for grad, own in zip(grads, ctx.splits, strict=True))
+        back = (
+            ctx.group._all_to_all(grad, sizes[1], sizes[0]) for grad, sizes in zip(grads, ctx.splits, strict=True)
+        )
         return None, None, *back
 
 

@@ -116,10 +116,10 @@ def _full_mask(group: Group, mask: Tensor | None) -> Tensor | None:
     last = torch.where(full, position, -1).amax(1, keepdim=True)
     holes = ~full & (position > first) & (position < last)
     if bool(holes.any()):
-        row, place = holes.nonzero()[0].tolist()
+        row, column = holes.nonzero()[0].tolist()
         raise ValueError(
             f"key_padding_mask must have no padding between the real keys of a sequence on several ranks, "
-            f"got some at position {place} of sequence {row}"
+            f"got some at position {column} of sequence {row}"
         )
     return full
 

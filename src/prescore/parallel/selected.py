@@ -68,7 +68,7 @@ def why_not_selected(shard: Shard, config: Selected) -> str:
 def attend_selected_shards(shard: Shard, config: Selected, *, explain: bool = False) -> Result:
     """This rank's shard of the result."""
     begin = time.perf_counter()
-    layout = Layout(shard, config)
+    layout = RankLayout(shard, config)
     members, clusters = _select(shard, config, layout)
     received = _exchange(shard, layout, members, clusters, cluster_scorer(config, shard))
     reader = _Reader(shard, config, layout, received)
@@ -108,7 +108,7 @@ def shifted(positions: range, by: int) -> range:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class KeyBlock:
     """Keys that are scored and selected together, and the queries that read them.
 
     Attributes:
@@ -132,7 +132,7 @@ class Block:
     is_fallback: bool
 
     @classmethod
-    def of(cls, name: str, keys: range, queries: range, config: Selected, *, is_exact: bool) -> Block:
+    def of(cls, name: str, keys: range, queries: range, config: Selected, *, is_exact: bool) -> KeyBlock:
         """A block with the budget of a configuration; protected keys beyond the budget are cut off at the end."""
         n_selected = budget_count(config.budget, len(keys))
         keep_all = is_exact and config.leaf_inclusive
@@ -154,7 +154,7 @@ class Block:
         return self.n_selected == len(self.keys)
 
 
-class Layout:
+class RankLayout:
     """Positions of each rank's keys and queries, and all blocks, in an order that every rank shares.
 
     It follows from lengths alone, so every rank knows it of all ranks. In causal mode `local` has the positions
@@ -167,44 +167,44 @@ class Layout:
         self.queries = [shard.queries_of(rank) for rank in ranks]
         if shard.is_causal:
             self.blocks = _causal_blocks(range(self.queries[0].start, shard.n_keys), config, self.leaf)
-            self.local = [range(own.start // self.leaf * self.leaf, own.stop) for own in self.queries]
+            self.local = [range(queries.start // self.leaf * self.leaf, queries.stop) for queries in self.queries]
         else:
             n_query, limit = shard.n_query, config.min_seq_len
             is_exact = n_query <= limit if config.leaf_inclusive else n_query < limit
-            self.blocks = [Block.of(FULL, range(shard.n_keys), range(n_query), config, is_exact=is_exact)]
+            self.blocks = [KeyBlock.of(FULL, range(shard.n_keys), range(n_query), config, is_exact=is_exact)]
             self.local = [range(0) for _ in ranks]
 
-    def holders(self, block: Block) -> list[int]:
+    def holders(self, block: KeyBlock) -> list[int]:
         """Ranks with keys of a block, in the order of their positions."""
-        return [rank for rank, own in enumerate(self.keys) if overlap(own, block.keys)]
+        return [rank for rank, keys in enumerate(self.keys) if overlap(keys, block.keys)]
 
-    def readers(self, block: Block) -> list[int]:
+    def readers(self, block: KeyBlock) -> list[int]:
         """Ranks with queries that read a block."""
-        return [rank for rank, own in enumerate(self.queries) if overlap(own, block.queries)]
+        return [rank for rank, queries in enumerate(self.queries) if overlap(queries, block.queries)]
 
-    def columns(self, block: Block, rank: int) -> range:
+    def columns(self, block: KeyBlock, rank: int) -> range:
         """The keys of a rank in a block, counted from the block's first."""
         return shifted(overlap(self.keys[rank], block.keys), -block.keys.start)
 
-    def rows(self, block: Block, rank: int) -> slice:
+    def rows(self, block: KeyBlock, rank: int) -> slice:
         """Where the keys of a rank in a block lie in its tables."""
         inside = shifted(overlap(self.keys[rank], block.keys), -self.keys[rank].start)
         return slice(inside.start, inside.stop)
 
-    def sent_blocks(self, holder: int, reader: int) -> list[Block]:
+    def sent_blocks(self, holder: int, reader: int) -> list[KeyBlock]:
         """The blocks of which one rank holds keys and another has queries, in the shared order."""
         return [b for b in self.blocks if holder in self.holders(b) and reader in self.readers(b)]
 
 
-def _causal_blocks(queries: range, config: Selected, leaf: int) -> list[Block]:
+def _causal_blocks(queries: range, config: Selected, leaf: int) -> list[KeyBlock]:
     """The off-diagonal blocks of the causal grid."""
     blocks = []
     for level in levels(leaf, Queries(1, 1, 1, len(queries), queries.start, torch.device("cpu"))):
         is_exact = config.leaf_inclusive and level.width <= config.min_seq_len
         for name, begin in zip(level.names, level.key_positions[:, 0].tolist(), strict=True):
             keys = range(begin, begin + level.width)
-            own = overlap(shifted(keys, level.width), queries)
-            blocks.append(Block.of(name, keys, own, config, is_exact=is_exact))
+            readers = overlap(shifted(keys, level.width), queries)
+            blocks.append(KeyBlock.of(name, keys, readers, config, is_exact=is_exact))
     return blocks
 
 
@@ -223,7 +223,7 @@ def cluster_scorer(config: Selected, shard: Shard) -> ClusteringScorer | None:
 
 
 def empty_stats(
-    scorer: Scorer, shard: Shard, block: Block | None = None, columns: range = range(1)
+    scorer: Scorer, shard: Shard, block: KeyBlock | None = None, columns: range = range(1)
 ) -> Tensor | None:
     """Statistics of an empty batch: the dtype and size of those of a rank with these columns of a block.
 
@@ -236,7 +236,9 @@ def empty_stats(
 
 
 @torch.no_grad()
-def _select(shard: Shard, config: Selected, layout: Layout) -> tuple[dict[Block, Tensor], dict[Block, Scored]]:
+def _select(
+    shard: Shard, config: Selected, layout: RankLayout
+) -> tuple[dict[KeyBlock, Tensor], dict[KeyBlock, Scored]]:
     """By block of which this rank holds keys: which of them are selected `[B, H, w]`, and clusters if needed."""
     held = [block for block in layout.blocks if shard.group.rank in layout.holders(block)]
     scores = _score(shard, layout, held, config.scoring)
@@ -252,7 +254,7 @@ def _select(shard: Shard, config: Selected, layout: Layout) -> tuple[dict[Block,
     return members, clusters
 
 
-def _score(shard: Shard, layout: Layout, held: list[Block], scorer: Scorer) -> dict[Block, Scored]:
+def _score(shard: Shard, layout: RankLayout, held: list[KeyBlock], scorer: Scorer) -> dict[KeyBlock, Scored]:
     """Scores of this rank's keys, after the holders of each block exchanged their statistics."""
     group, dtype = shard.group, shard.key.dtype
     keys = shard.key.detach().to(torch.promote_types(dtype, torch.float32))
@@ -262,17 +264,17 @@ def _score(shard: Shard, layout: Layout, held: list[Block], scorer: Scorer) -> d
         part = keys[:, :, layout.rows(block, group.rank)]
         shards[block] = KeyShard(part, begin, len(block.keys), dtype, streams)
 
-    def local_stats() -> dict[Block, Tensor]:
+    def local_stats() -> dict[KeyBlock, Tensor]:
         return {block: _required(scorer, scorer.stats(part)) for block, part in shards.items()}
 
-    def shape(block: Block, rank: int) -> tuple[int, ...]:
+    def shape(block: KeyBlock, rank: int) -> tuple[int, ...]:
         empty = empty_stats(scorer, shard, block, layout.columns(block, rank))
         return *keys.shape[:2], _required(scorer, empty).shape[2]
 
     like = _required(scorer, empty_stats(scorer, shard)).to(keys.device)
     stats = _among(shard, layout.holders, done_by_all(group, local_stats), shape, like)
 
-    def local_scores() -> dict[Block, Scored]:
+    def local_scores() -> dict[KeyBlock, Scored]:
         scores = {}
         for block, part in shards.items():
             scores[block] = checked_scores(scorer.score_from(stats[block], part), scorer, part.keys, None)
@@ -291,27 +293,27 @@ def _required(scorer: Scorer, stats: Tensor | None) -> Tensor:
 
 def _among(
     shard: Shard,
-    members: Callable[[Block], list[int]],
-    own: Mapping[Block, Tensor],
-    shape: Callable[[Block, int], tuple[int, ...]],
+    members: Callable[[KeyBlock], list[int]],
+    sent: Mapping[KeyBlock, Tensor],
+    shape: Callable[[KeyBlock, int], tuple[int, ...]],
     like: Tensor,
-) -> dict[Block, list[Tensor]]:
-    """The tensors of all members of each block, in the order of ranks; `own` has this rank's, in shared order."""
+) -> dict[KeyBlock, list[Tensor]]:
+    """The tensors of all members of each block, in the order of ranks; `sent` has this rank's, in shared order."""
     group = shard.group
-    shared = [[b for b in own if rank in members(b) and rank != group.rank] for rank in range(group.size)]
+    shared = [[b for b in sent if rank in members(b) and rank != group.rank] for rank in range(group.size)]
     received = group.all_to_all(
-        [[own[block] for block in blocks] for blocks in shared],
+        [[sent[block] for block in blocks] for blocks in shared],
         [[shape(block, rank) for block in blocks] for rank, blocks in enumerate(shared)],
         like=like,
     )
-    by_rank: list[Mapping[Block, Tensor]] = [
+    by_rank: list[Mapping[KeyBlock, Tensor]] = [
         dict(zip(blocks, tensors, strict=True)) for blocks, tensors in zip(shared, received, strict=True)
     ]
-    by_rank[group.rank] = own
-    return {block: [by_rank[rank][block] for rank in members(block)] for block in own}
+    by_rank[group.rank] = sent
+    return {block: [by_rank[rank][block] for rank in members(block)] for block in sent}
 
 
-def _best(shard: Shard, layout: Layout, scored: Mapping[Block, Scored]) -> dict[Block, Tensor]:
+def _best(shard: Shard, layout: RankLayout, scored: Mapping[KeyBlock, Scored]) -> dict[KeyBlock, Tensor]:
     """Which of this rank's keys are among the best of each block; equal scores go to the lower position."""
     rank, protected = shard.group.rank, {}
     for block in scored:
@@ -319,10 +321,10 @@ def _best(shard: Shard, layout: Layout, scored: Mapping[Block, Scored]) -> dict[
         column = arange(columns.start, columns.stop, like=shard.key)
         is_sink = (column >= block.sinks.start) & (column < block.sinks.stop)
         protected[block] = is_sink | ((column >= block.recent.start) & (column < block.recent.stop))
-    free = {b: each.scores.masked_fill(protected[b], -torch.inf) for b, each in scored.items()}
+    free = {b: block_scores.scores.masked_fill(protected[b], -torch.inf) for b, block_scores in scored.items()}
     best = {b: scores.topk(min(b.n_free, scores.shape[2]), dim=2).values for b, scores in free.items()}
 
-    def shape(block: Block, other: int) -> tuple[int, ...]:
+    def shape(block: KeyBlock, other: int) -> tuple[int, ...]:
         return *shard.key.shape[:2], min(block.n_free, len(layout.columns(block, other)))
 
     like = shard.key.new_empty(0, dtype=torch.promote_types(shard.key.dtype, torch.float32))
@@ -360,16 +362,16 @@ class Received(NamedTuple):
     key: Tensor
     value: Tensor
     local: Tensor
-    rows: dict[Block, Tensor]
-    totals: dict[Block, Tensor]
+    rows: dict[KeyBlock, Tensor]
+    totals: dict[KeyBlock, Tensor]
     anchor: Tensor
 
 
 def _exchange(
     shard: Shard,
-    layout: Layout,
-    members: Mapping[Block, Tensor],
-    clusters: Mapping[Block, Scored],
+    layout: RankLayout,
+    members: Mapping[KeyBlock, Tensor],
+    clusters: Mapping[KeyBlock, Scored],
     scorer: ClusteringScorer | None,
 ) -> Received:
     """Local keys, selected keys and values, and sums for centroids go to the ranks that read them."""
@@ -387,24 +389,26 @@ def _exchange(
     per_head = [
         [shard.key.new_full((batch, heads), n, dtype=torch.int32), *counts[r]] for r, n in enumerate(n_local)
     ]
-    n_rows = [sum(int(count.sum()) for count in each) for each in per_head]
+    n_rows = [sum(int(count.sum()) for count in counts_of_holder) for counts_of_holder in per_head]
     rows = [_outgoing_rows(shard, layout, members, reader, going[reader]) for reader in ranks]
     like = [shard.key, shard.value]
     messages: list[tuple[Tensors, Shapes]] = []
     for table in like:
         flat = table.reshape(-1, table.shape[-1])
-        messages.append(([[flat.index_select(0, own)] for own in rows], [[(n, table.shape[-1])] for n in n_rows]))
+        messages.append(
+            ([[flat.index_select(0, picked)] for picked in rows], [[(n, table.shape[-1])] for n in n_rows])
+        )
     scored = [[block for block in blocks if not block.keeps_all] for blocks in coming]
     if scorer is not None:
-        sums = {b: _cluster_sums(shard, layout, b, members[b], each) for b, each in clusters.items()}
+        sums = {b: _cluster_sums(shard, layout, b, members[b], scored_keys) for b, scored_keys in clusters.items()}
         outgoing = [[sums[block] for block in blocks if block in sums] for blocks in going]
         width = shard.key.shape[-1] + shard.value.shape[-1] + 1
         shape = (batch * heads, scorer.n_clusters or shard.key.shape[-1] + 1, width)
         messages.append((outgoing, [[shape] * len(blocks) for blocks in scored]))
         like.append(torch.empty(0, dtype=accumulation_dtype(shard.key.dtype), device=device))
     received, anchor = group.all_to_all_with_grad(*messages, like=like)
-    key, value = (torch.cat([table for (table,) in each]) for each in received[:2])
-    totals: dict[Block, Tensor] = {}
+    key, value = (torch.cat([table for (table,) in tables_of_holders]) for tables_of_holders in received[:2])
+    totals: dict[KeyBlock, Tensor] = {}
     for blocks, parts in zip(scored, received[2], strict=True) if scorer is not None else ():
         for block, part in zip(blocks, parts, strict=True):  # in the order of ranks, so that all get the same bits
             totals[block] = totals[block] + part if block in totals else part
@@ -412,26 +416,26 @@ def _exchange(
 
 
 def _outgoing_rows(
-    shard: Shard, layout: Layout, members: Mapping[Block, Tensor], reader: int, blocks: list[Block]
+    shard: Shard, layout: RankLayout, members: Mapping[KeyBlock, Tensor], reader: int, blocks: list[KeyBlock]
 ) -> Tensor:
     """Flat rows of this rank's tables that go to a rank: local ones, then the selected ones of each block."""
-    own = layout.keys[shard.group.rank]
-    local = shifted(overlap(own, layout.local[reader]), -own.start)
-    head = arange(shard.key.shape[:2].numel(), like=shard.key)[:, None] * len(own)
+    held = layout.keys[shard.group.rank]
+    local = shifted(overlap(held, layout.local[reader]), -held.start)
+    head = arange(shard.key.shape[:2].numel(), like=shard.key)[:, None] * len(held)
     rows = [(head + arange(local.start, local.stop, like=shard.key)).reshape(-1)]
     for block in blocks:
         head, column = members[block].flatten(0, 1).nonzero().unbind(1)
-        rows.append(head * len(own) + column + layout.rows(block, shard.group.rank).start)
+        rows.append(head * len(held) + column + layout.rows(block, shard.group.rank).start)
     return torch.cat(rows)
 
 
-def _numbered(coming: list[list[Block]], per_head: list[list[Tensor]]) -> tuple[Tensor, dict[Block, Tensor]]:
+def _numbered(coming: list[list[KeyBlock]], per_head: list[list[Tensor]]) -> tuple[Tensor, dict[KeyBlock, Tensor]]:
     """Rows `[B, H, n]` of the received tables, ascending in position: at local positions, and by block.
 
     A holder's rows are sorted by block, then by head, then by position, and holders are sorted by position.
     """
-    rows: dict[Block | None, list[Tensor]] = {None: []}
-    heads: dict[Block | None, list[Tensor]] = {None: []}
+    rows: dict[KeyBlock | None, list[Tensor]] = {None: []}
+    heads: dict[KeyBlock | None, list[Tensor]] = {None: []}
     begin, shape = 0, per_head[0][0].shape
     for blocks, counts in zip(coming, per_head, strict=True):
         for block, count in zip((None, *blocks), counts, strict=True):
@@ -441,10 +445,10 @@ def _numbered(coming: list[list[Block]], per_head: list[list[Tensor]]) -> tuple[
             begin += len(head)
     order = {block: torch.sort(torch.cat(parts), stable=True).indices for block, parts in heads.items()}
     numbered = {block: torch.cat(parts)[order[block]].view(*shape, -1) for block, parts in rows.items()}
-    return numbered[None], {block: each for block, each in numbered.items() if block is not None}
+    return numbered[None], {block: numbers for block, numbers in numbered.items() if block is not None}
 
 
-def _cluster_sums(shard: Shard, layout: Layout, block: Block, member: Tensor, scored: Scored) -> Tensor:
+def _cluster_sums(shard: Shard, layout: RankLayout, block: KeyBlock, member: Tensor, scored: Scored) -> Tensor:
     """`[B * H, clusters, D + Dv + 1]`: sums of keys, values and ones over this rank's unselected keys."""
     if scored.labels is None:
         raise TypeError(f"clusters must have labels, got {scored!r}")
@@ -459,13 +463,13 @@ def _cluster_sums(shard: Shard, layout: Layout, block: Block, member: Tensor, sc
 class _Reader:
     """What this rank's queries read, in rows of the received tables."""
 
-    def __init__(self, shard: Shard, config: Selected, layout: Layout, received: Received) -> None:
+    def __init__(self, shard: Shard, config: Selected, layout: RankLayout, received: Received) -> None:
         self.shard, self.config, self.layout, self.received = shard, config, layout, received
-        self.own = layout.queries[shard.group.rank]
+        self.positions = layout.queries[shard.group.rank]
         self.tables = Tables(received.key, received.value)
         (batch, n_heads, n_query), n_kv_heads = shard.query.shape[:3], shard.key.shape[1]
         heads_per_kv, device = n_heads // n_kv_heads, shard.query.device
-        self.queries = Queries(batch, n_kv_heads, heads_per_kv, n_query, self.own.start, device)
+        self.queries = Queries(batch, n_kv_heads, heads_per_kv, n_query, self.positions.start, device)
 
     def parts(self) -> list[Part]:
         """Parts, which refer to `tables`."""
@@ -491,15 +495,15 @@ class _Reader:
     def _leaves(self) -> list[Part]:
         """Exact causal attention inside the leaves, counted from the first one this rank touches."""
         local, rows = self.layout.local[self.shard.group.rank], self.received.local.flatten()
-        queries = replace(self.queries, start=self.own.start - local.start)
+        queries = replace(self.queries, start=self.positions.start - local.start)
         parts = leaf_parts(self.layout.leaf, queries, len(local), None, self.shard.query.dtype)
         return [
             replace(part, key_rows=rows.view(part.shape[0], -1) if part.key_rows is None else rows[part.key_rows])
             for part in parts
         ]
 
-    def _block_pair(self, block: Block, rows: Tensor) -> BlockPairs:
-        positions = overlap(self.own, block.queries)
+    def _block_pair(self, block: KeyBlock, rows: Tensor) -> BlockPairs:
+        positions = overlap(self.positions, block.queries)
         query_rows, _ = self.queries.rows(arange(positions.start, positions.stop, like=rows)[None])
         usable, n_all = None, rows.new_full((rows.shape[0],), len(block.keys))
         shared, total = [], self.received.totals.get(block)
@@ -517,26 +521,26 @@ class _Reader:
         n_centroids = 0 if total is None else total.shape[1]
         return BlockPairs(query_rows, None, None, rows, usable, shared, n_centroids, n_all)
 
-    def _placed(self, ranks: Tensor, lsh: Lsh) -> dict[Block, PlacedQueries]:
+    def _placed(self, ranks: Tensor, lsh: Lsh) -> dict[KeyBlock, PlacedQueries]:
         """Places of own queries among all queries of a block, for `alignment="rank"`: ranks exchange hashes."""
         rank, layout = self.shard.group.rank, self.layout
         ranks = ranks.view(self.queries.batch, self.queries.heads, self.queries.heads_per_kv, -1)
         ranks = ranks.to(torch.uint8 if lsh.n_projections <= 8 else torch.int32)
-        own = {}
+        hashes = {}
         for block in layout.blocks:
             readers = layout.readers(block)
             if not block.is_exact and rank in readers and len(readers) > 1:
-                inside = shifted(overlap(self.own, block.queries), -self.own.start)
-                own[block] = ranks[..., inside.start : inside.stop]
+                inside = shifted(overlap(self.positions, block.queries), -self.positions.start)
+                hashes[block] = ranks[..., inside.start : inside.stop]
 
-        def shape(block: Block, other: int) -> tuple[int, ...]:
+        def shape(block: KeyBlock, other: int) -> tuple[int, ...]:
             return *ranks.shape[:3], len(overlap(layout.queries[other], block.queries))
 
         placed = {}
-        for block, parts in _among(self.shard, layout.readers, own, shape, ranks).items():
+        for block, parts in _among(self.shard, layout.readers, hashes, shape, ranks).items():
             order = torch.sort(torch.cat(parts, dim=-1), dim=-1, stable=True).indices
             numbers = arange(order.shape[-1], like=order).expand_as(order)
             places = torch.empty_like(order).scatter_(-1, order, numbers)
-            inside = shifted(overlap(self.own, block.queries), -block.queries.start)
+            inside = shifted(overlap(self.positions, block.queries), -block.queries.start)
             placed[block] = PlacedQueries(places[..., inside.start : inside.stop], order.shape[-1])
         return placed

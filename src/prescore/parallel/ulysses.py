@@ -35,7 +35,7 @@ def share_heads(n_heads: int, n_kv_heads: int, n_ranks: int) -> list[Share]:
     cuts = [head * n_ranks // n_kv_heads for head in range(n_kv_heads + 1)]
     for head in range(n_kv_heads):
         n_sharing = cuts[head + 1] - cuts[head]
-        inner = [head * heads_per_kv + place * heads_per_kv // n_sharing for place in range(n_sharing + 1)]
+        inner = [head * heads_per_kv + number * heads_per_kv // n_sharing for number in range(n_sharing + 1)]
         shares += [Share(range(head, head + (b > a)), range(a, b)) for a, b in pairwise(inner)]
     return shares
 
@@ -58,11 +58,11 @@ def attend_by_heads(
     heads, kv_heads = [share.heads for share in shares], [share.kv_heads for share in shares]
     messages = []
     for table, ranges in ((query, heads), (key, kv_heads), (value, kv_heads)):
-        outgoing = [[table[:, each.start : each.stop]] for each in ranges]
+        outgoing = [[table[:, heads_of_rank.start : heads_of_rank.stop]] for heads_of_rank in ranges]
         shape = (table.shape[0], len(ranges[group.rank]), *table.shape[2:])
         messages.append((outgoing, [[shape]] * group.size))
     received, anchor = group.all_to_all_with_grad(*messages, like=(query, key, value))
-    full = [torch.cat([tensor for (tensor,) in each], dim=2) for each in received]
+    full = [torch.cat([tensor for (tensor,) in tables], dim=2) for tables in received]
 
     def attend_own() -> Sequence[Tensor]:
         if heads[group.rank]:
@@ -78,6 +78,6 @@ def attend_by_heads(
         batch, _, _, dim = result.shape
         length = query.shape[2]
         outgoing = [[result[:, :, rank * length : (rank + 1) * length]] for rank in range(group.size)]
-        messages.append((outgoing, [[(batch, len(each), length, dim)] for each in heads]))
+        messages.append((outgoing, [[(batch, len(heads_of_rank), length, dim)] for heads_of_rank in heads]))
     received, _ = group.all_to_all_with_grad(*messages, like=results)
-    return [torch.cat([tensor for (tensor,) in each], dim=1) for each in received]
+    return [torch.cat([tensor for (tensor,) in tables], dim=1) for tables in received]

@@ -280,10 +280,10 @@ def rank_tiles(
         if mask is not None:
             ranks = ranks.masked_fill(~mask[:, None, None, :], torch.iinfo(ranks.dtype).max - last)
     order = torch.sort(ranks, dim=-1, stable=True).indices
-    place = order + arange(heads_per_kv, like=ranks)[:, None] * width
+    position = order + arange(heads_per_kv, like=ranks)[:, None] * width
     block = arange(most_blocks, like=ranks).expand(n_pairs, heads, most_blocks)
     if real is None and isinstance(n_blocks, int) and width % n_blocks == 0:
-        tiles = place.view(n_pairs, heads, heads_per_kv, n_blocks, width // n_blocks).transpose(2, 3)
+        tiles = position.view(n_pairs, heads, heads_per_kv, n_blocks, width // n_blocks).transpose(2, 3)
         return Tiles(tiles, None, block)
     per_head = _per_head(n_blocks, order)
     n_real, n_valid = (per_head.new_full((n_pairs,), width) if t is None else t.sum(1) for t in (real, valid))
@@ -295,7 +295,7 @@ def rank_tiles(
         filled = torch.cat((filled, also), dim=-1)
     rows = slots.shape[-1]
     slots = slots.clamp_max(width - 1)[:, :, None].expand(-1, -1, heads_per_kv, -1, -1).flatten(-2)
-    tiles = place.gather(-1, slots).unflatten(-1, (most_blocks, rows)).transpose(2, 3)
+    tiles = position.gather(-1, slots).unflatten(-1, (most_blocks, rows)).transpose(2, 3)
     return Tiles(tiles, filled[:, :, :, None].expand_as(tiles), block)
 
 

@@ -268,10 +268,10 @@ def copy_configs(modules: Iterable[nn.Module]) -> Undo:
     def undo() -> None:
         while holders:
             module = holders.pop()
-            own = vars(module)[_CONFIG].pop()
+            copied = vars(module)[_CONFIG].pop()
             if not vars(module)[_CONFIG]:
                 del vars(module)[_CONFIG]
-                _restore_config(module, own)
+                _restore_config(module, copied)
 
     return undo
 
@@ -288,15 +288,15 @@ def _copy_config(config: Any, by_shared: dict[int, _ConfigCopy]) -> _ConfigCopy:
     return by_shared[id(config)]
 
 
-def _restore_config(module: nn.Module, own: _ConfigCopy) -> None:
+def _restore_config(module: nn.Module, copied: _ConfigCopy) -> None:
     """Give a module its shared configuration back, with what was changed meanwhile."""
-    if vars(module).get("config") is own.copy:  # else the user has set another one
-        vars(module)["config"] = own.shared
-    for name in {*own.before, *vars(own.copy)} - {_IMPLEMENTATION}:
-        if name not in vars(own.copy):
-            vars(own.shared).pop(name, None)
-        elif name not in own.before or vars(own.copy)[name] is not own.before[name]:
-            vars(own.shared)[name] = vars(own.copy)[name]
+    if vars(module).get("config") is copied.copy:  # else the user has set another one
+        vars(module)["config"] = copied.shared
+    for name in {*copied.before, *vars(copied.copy)} - {_IMPLEMENTATION}:
+        if name not in vars(copied.copy):
+            vars(copied.shared).pop(name, None)
+        elif name not in copied.before or vars(copied.copy)[name] is not copied.before[name]:
+            vars(copied.shared)[name] = vars(copied.copy)[name]
 
 
 def _is_config(value: object) -> bool:
