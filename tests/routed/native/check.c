@@ -9,6 +9,7 @@
 #include "linear.c"
 
 int prescore_routed_forward(const RoutedCall *p);
+void prescore_native_follow(int threads);
 
 static int failures = 0;
 static uint64_t state = 1;
@@ -388,6 +389,7 @@ static void check_linear(void) {
 }
 
 int main(void) {
+    prescore_native_follow(3);
     check_int8();
     check_linear();
     check_numbers();

@@ -1,4 +1,7 @@
-"""`check.c`, which needs neither Python nor torch, at every level of this processor and of an emulated ARM one."""
+"""`check.c`, which needs neither Python nor torch, at every level of this processor and of an emulated ARM one.
+
+Regions run in threads of the library here; the tests in Python run them by OpenMP.
+"""
 
 import shutil
 import subprocess

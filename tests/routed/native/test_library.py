@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 
 from prescore.errors import Unsupported
 from prescore.routed.native import library
-from prescore.routed.native.build import FOLDER, library_name
+from prescore.routed.native.build import FOLDER, c_files, library_name
 
 built = (FOLDER / library_name("baseline")).is_file()
 needs_library = pytest.mark.skipif(not built, reason="the native operators are not built (make native)")
@@ -100,6 +101,40 @@ def test_what_cannot_be_loaded_is_passed_over_and_named(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "_found", {})
     assert library.load() is None
     assert library.describe_native().endswith("baseline is not built)")
+
+
+@needs_library
+def test_a_library_that_is_cut_off_is_passed_over(monkeypatch, tmp_path):
+    """The loader of Linux would end the process."""
+    whole = (FOLDER / library_name("baseline")).read_bytes()
+    path = tmp_path / library_name("baseline")
+    monkeypatch.setattr(library, "levels_of_processor", lambda: ("baseline",))
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
+    for size in (0, 40, 64, 200, 4096, len(whole) // 2, len(whole) * 9 // 10):
+        path.write_bytes(whole[:size])
+        monkeypatch.setattr(library, "_found", {})
+        assert library.load() is None
+        assert "baseline: cannot be loaded" in library.describe_native()
+    path.write_bytes(whole)
+    monkeypatch.setattr(library, "_found", {})
+    assert library.load() is not None
+
+
+@needs_library
+def test_a_library_without_a_function_is_passed_over(monkeypatch):
+    monkeypatch.setattr(library, "FUNCTIONS", (*library.FUNCTIONS, "prescore_of_tomorrow"))
+    assert library.load() is None
+    assert "lacks prescore_of_tomorrow; build it again" in library.describe_native()
+
+
+def test_every_function_that_python_calls_is_looked_for():
+    exported = {
+        name
+        for path in c_files()
+        for name in re.findall(r"^PRESCORE_EXPORT .*?(prescore_\w+)\(", path.read_text(), re.MULTILINE)
+    }
+    assert {*library.FUNCTIONS, "prescore_native_abi"} == exported
+    assert len(set(library.FUNCTIONS)) == len(library.FUNCTIONS)
 
 
 def test_levels_of_x86_come_from_the_processor_and_from_torch(monkeypatch, tmp_path):

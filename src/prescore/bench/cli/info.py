@@ -58,7 +58,7 @@ def command(
         "device": facts["device"],
         "threads": describe_threads(facts["threads"], facts["cores"], facts["sockets"]),
         "flash attention op": "present" if facts["flash_op"] else "missing (slower exact attention)",
-        "native operators": facts["native"],
+        "native operators": ", compiled by ".join(filter(None, (facts["native"], facts["native_compiler"]))),
         "kernels for GPUs": facts["triton"],
         "levels that can run": ", ".join(facts["native_levels"]),
         "the default": facts["routing"],
@@ -81,7 +81,13 @@ def collect() -> Values:
     from prescore.integrations import offline
     from prescore.registry import list_scorers
     from prescore.routed import triton
-    from prescore.routed.native.library import NO_LEVEL, describe_native, levels_of_processor, loaded_level
+    from prescore.routed.native.library import (
+        NO_LEVEL,
+        describe_compiler,
+        describe_native,
+        levels_of_processor,
+        loaded_level,
+    )
 
     native, most = loaded_level() != NO_LEVEL, Routed.exact_until
     cuda = torch.cuda.is_available()
@@ -93,6 +99,7 @@ def collect() -> Values:
         **physical_cores(),
         "flash_op": hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
         "native": describe_native(),
+        "native_compiler": describe_compiler(),
         "triton": f"none ({triton.missing()})" if triton.missing() else f"triton {metadata.version('triton')}",
         "routing": f"routes prompts of more than {most} tokens on CPUs" if native else _EXACT,
         "native_levels": list(levels_of_processor()),

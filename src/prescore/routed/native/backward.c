@@ -190,21 +190,22 @@ static GradTile *new_grad_tile(const Tile *w) {
     return b;
 }
 
-/* Returns 0, or 1 where there was no memory. */
-PRESCORE_EXPORT int prescore_routed_backward(const RoutedCall *p, const Gradients *g) {
-    const int64_t tiles = (p->n_query + TILE - 1) / TILE, kv_heads = p->kv_heads;
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(prescore_threads())
-    for (int64_t job = 0; job < kv_heads * g->parts; job++) {
-        const int64_t kv_head = job % kv_heads, part = job / kv_heads;
-        Tile *w = prescore_new_tile(p, NULL);
-        GradTile *b = w ? new_grad_tile(w) : NULL;
-        if (!b) {
-#pragma omp atomic write
-            failed = 1;
-            free(w);
-            continue;
-        }
+typedef struct {
+    const RoutedCall *p;
+    const Gradients *g;
+    int failed;
+} Backward;
+
+static void run_parts(void *of, Jobs *jobs) {
+    Backward *backward = of;
+    const RoutedCall *p = backward->p;
+    const Gradients *g = backward->g;
+    const int64_t tiles = (p->n_query + TILE - 1) / TILE;
+    Tile *w = prescore_new_tile(p, NULL);
+    GradTile *b = w ? new_grad_tile(w) : NULL;
+    if (!b) __atomic_store_n(&backward->failed, 1, __ATOMIC_RELAXED);
+    for (int64_t job; b && (job = next_job(jobs)) >= 0;) {
+        const int64_t kv_head = job % p->kv_heads, part = job / p->kv_heads;
         const Sums s = sums_of(p, g, kv_head, part);
         for (int64_t tile = part; tile < tiles; tile += g->parts) {
             const int64_t begin = tile * TILE, stop = begin + TILE < p->n_query ? begin + TILE : p->n_query;
@@ -213,8 +214,14 @@ PRESCORE_EXPORT int prescore_routed_backward(const RoutedCall *p, const Gradient
                 if (w->clusters) tile_backward(p, g, w, &s, b);
             }
         }
-        free(b);
-        free(w);
     }
-    return failed;
+    free(b);
+    free(w);
+}
+
+/* Returns 0, or 1 where there was no memory. */
+PRESCORE_EXPORT int prescore_routed_backward(const RoutedCall *p, const Gradients *g) {
+    Backward of = {p, g, 0};
+    prescore_run(p->kv_heads * g->parts, run_parts, &of);
+    return of.failed;
 }

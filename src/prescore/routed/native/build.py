@@ -31,14 +31,24 @@ _X86 = {"baseline": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX5
 _ARM = {"baseline": (), "dotprod": ("-march=armv8.2-a+dotprod",)}
 # no -ffast-math: infinities and NaN are values here, and sums keep their order
 CODE_FLAGS = (
-    *("-std=gnu11", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall"),
+    *("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unknown-pragmas"),
     f"-DPRESCORE_ABI={ABI}",
 )
+_OPENMP = "-fopenmp"
+_IS_OPENMP_OF_TORCH = """
+#if defined(__clang__) || !defined(__linux__)
+#error "this runtime is not the one that torch uses"
+#endif
+"""
+"""On Linux GCC's runtime is the one of torch's builds. Two runtimes in a process take cores from each other, and some end
+it. threads.c does without."""
 PLAIN_FLAGS = ("-U__SSE2__", "-U__aarch64__")
 """Added to those of `baseline`, these leave out what is written for one kind of processor: for tests."""
-_FLAGS = (*CODE_FLAGS, "-fPIC", "-shared", "-fvisibility=hidden")
+_FLAGS = (*CODE_FLAGS, "-shared", "-fvisibility=hidden", *(() if sys.platform == "win32" else ("-fPIC",)))
+_LINKED = () if sys.platform == "win32" else ("-lm",)
 _SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
-_COMPILERS = ("cc", "gcc", "clang")
+# on Windows GCC does not align the stack for vectors of 32 bytes
+_COMPILERS = ("clang", "gcc") if sys.platform == "win32" else ("cc", "gcc", "clang")
 _NONE = "none"
 """As `CC`: build nothing."""
 
@@ -53,13 +63,15 @@ def levels_of_machine(machine: str | None = None) -> dict[str, tuple[str, ...]]:
 
 def library_name(level: str) -> str:
     """The file of a level."""
-    return f"prescore_native_{level}.so"
+    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+    return f"prescore_native_{level}.{suffix}"
 
 
 def build(out_dir: Path, *, sanitize: bool = False) -> list[Path]:
     """Compile every level into a folder.
 
-    What cannot be built is left out, with one line on stderr: nothing here is needed to run.
+    What cannot be built is left out: nothing here is needed to run. One line on stderr says what was built, or why
+    nothing was.
 
     Args:
         out_dir: Where the libraries go; those of an earlier build are removed from it.
@@ -72,22 +84,17 @@ def build(out_dir: Path, *, sanitize: bool = False) -> list[Path]:
     for old in out_dir.glob(library_name("*")):
         old.unlink()  # a library of other sources must not outlive them
     (out_dir / NOT_BUILT).unlink(missing_ok=True)
-    compiler = _find_compiler()
-    if compiler == [_NONE]:
-        return _nothing(
-            out_dir, "made for any system, without native code; GCC or clang compile it from the sources"
-        )
-    if compiler is None:
-        return _nothing(out_dir, f"no C compiler found (tried {', '.join(_COMPILERS)})")
-    extra = _SANITIZE if sanitize else ()
-    refused = _refuses(compiler, [*_FLAGS, *extra])
-    if refused is not None:
-        return _nothing(out_dir, f"{shlex.join(compiler)} failed: {refused}")
+    command = find_command(_SANITIZE if sanitize else ())
+    if isinstance(command, str):
+        return _nothing(out_dir, command)
     levels = levels_of_machine()
     with ThreadPoolExecutor(len(levels)) as pool:
-        made = list(pool.map(lambda level: _compile(compiler, level, [*levels[level], *extra], out_dir), levels))
+        made = list(pool.map(lambda level: _compile(command, level, levels[level], out_dir), levels))
     paths = [path for path in made if isinstance(path, Path)]
-    return paths or _nothing(out_dir, f"{shlex.join(compiler)} failed: {made[0]}")
+    if not paths:
+        return _nothing(out_dir, f"{command[0]} failed: {made[0]}")
+    _say(f"{command[0]} built {', '.join(path.stem.removeprefix('prescore_native_') for path in paths)}")
+    return paths
 
 
 def is_up_to_date(out_dir: Path) -> bool:
@@ -102,16 +109,25 @@ def c_files() -> list[Path]:
     return [path for folder in SOURCES for path in sorted(folder.glob("*.c"))]
 
 
-def _find_compiler() -> list[str] | None:
+def find_command(extra: Sequence[str] = ()) -> list[str] | str:
+    """The first compiler that makes a library, `CC` alone where it is set, with its flags; or why there is none."""
     asked = shlex.split(os.environ.get("CC", ""))
-    if asked:
-        return asked
-    return next(([found] for name in _COMPILERS if (found := shutil.which(name))), None)
+    if asked == [_NONE]:
+        return "made for any system, without native code; GCC or clang compile it from the sources"
+    reasons = []
+    for compiler in [asked] if asked else [[path] for name in _COMPILERS if (path := shutil.which(name))]:
+        command = [*compiler, *_FLAGS, *extra]
+        refused = _refuses(command)
+        if refused is None:
+            with_openmp = [*command, _OPENMP]
+            return command if _refuses(with_openmp, _IS_OPENMP_OF_TORCH) else with_openmp
+        reasons.append(f"{shlex.join(compiler)} failed: {refused}")
+    return "; ".join(reasons) or f"no C compiler found (tried {', '.join(_COMPILERS)})"
 
 
-def _compile(compiler: list[str], level: str, flags: list[str], out_dir: Path) -> Path | str:
+def _compile(command: list[str], level: str, flags: Sequence[str], out_dir: Path) -> Path | str:
     """The library of a level, or why it is left out."""
-    refused = _refuses(compiler, [*_FLAGS, *flags]) if flags else None
+    refused = _refuses([*command, *flags]) if flags else None
     if refused is not None:
         _say(f"level {level} is left out: {refused}")
         return refused
@@ -120,7 +136,7 @@ def _compile(compiler: list[str], level: str, flags: list[str], out_dir: Path) -
         # whoever loads it meanwhile finds a whole library or none
         made = Path(scratch) / target.name
         sources = ["-I", str(FOLDER), *map(str, c_files())]
-        failed = _run([*compiler, *_FLAGS, *flags, *sources, "-o", str(made), "-lm"])
+        failed = _run([*command, *flags, *sources, "-o", str(made), *_LINKED])
         if failed is not None:
             _say(f"level {level} is left out: {failed}")
             return failed
@@ -128,13 +144,13 @@ def _compile(compiler: list[str], level: str, flags: list[str], out_dir: Path) -
     return target
 
 
-def _refuses(compiler: list[str], flags: list[str]) -> str | None:
-    """Why an empty library cannot be made with such flags; None = it can."""
+def _refuses(command: Sequence[str], text: str = "") -> str | None:
+    """Why a library of next to nothing cannot be made; None = it can."""
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "empty.c"
-        source.write_text("int prescore_empty(void) { return 0; }\n", encoding="utf-8")
-        made = source.with_suffix(".so")
-        failed = _run([*compiler, *flags, str(source), "-o", str(made), "-lm"])
+        source.write_text(f"{text}\nint prescore_empty(void) {{ return 0; }}\n", encoding="utf-8")
+        made = source.with_name(library_name("empty"))
+        failed = _run([*command, str(source), "-o", str(made), *_LINKED])
         return failed or (None if made.exists() else "it made no library")
 
 

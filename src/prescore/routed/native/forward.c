@@ -244,34 +244,38 @@ static int64_t run_tile(const RoutedCall *p, Tile *w) {
     return read;
 }
 
+typedef struct {
+    const RoutedCall *p;
+    LocalKeys local;
+    int64_t tiles; /* of a KV head */
+    int failed;
+} Forward;
+
+static void run_tiles(void *of, Jobs *jobs) {
+    Forward *f = of;
+    const RoutedCall *p = f->p;
+    Tile *w = prescore_new_tile(p, &f->local);
+    int64_t read = 0;
+    if (!w) __atomic_store_n(&f->failed, 1, __ATOMIC_RELAXED);
+    for (int64_t job; w && (job = next_job(jobs)) >= 0;) {
+        /* The last queries see most and go first, so that no thread is left alone with them. One KV head after the other: its
+         * int8 keys stay in cache. */
+        const int64_t kv_head = job / f->tiles, begin = (f->tiles - 1 - job % f->tiles) * TILE;
+        const int64_t stop = begin + TILE < p->n_query ? begin + TILE : p->n_query;
+        for (int64_t done = begin; done < stop;) {
+            done = next_tile(p, w, kv_head, done, stop);
+            read += run_tile(p, w);
+        }
+    }
+    free(w);
+    __atomic_fetch_add(&p->counts[1], read, __ATOMIC_RELAXED);
+}
+
 /* Returns 0, or 1 where there was no memory. */
 PRESCORE_EXPORT int prescore_routed_forward(const RoutedCall *p) {
-    const int64_t tiles = (p->n_query + TILE - 1) / TILE;
-    LocalKeys local = {0};
-    int failed = prescore_load_local(p, &local);
-#pragma omp parallel num_threads(prescore_threads()) if (tiles * p->kv_heads > 1)
-    {
-        Tile *w = failed ? NULL : prescore_new_tile(p, &local);
-        int64_t read = 0;
-        if (!w) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t job = 0; job < tiles * p->kv_heads; job++) {
-            /* The last queries see most and go first, so that no thread is left alone with them. One KV head after the other:
-             * its int8 keys stay in cache. */
-            const int64_t kv_head = job / tiles, begin = (tiles - 1 - job % tiles) * TILE;
-            const int64_t stop = begin + TILE < p->n_query ? begin + TILE : p->n_query;
-            for (int64_t done = begin; w && done < stop;) {
-                done = next_tile(p, w, kv_head, done, stop);
-                read += run_tile(p, w);
-            }
-        }
-        free(w);
-#pragma omp atomic
-        p->counts[1] += read;
-    }
-    prescore_free_local(&local);
-    return failed;
+    Forward f = {.p = p, .tiles = (p->n_query + TILE - 1) / TILE};
+    f.failed = prescore_load_local(p, &f.local);
+    if (!f.failed) prescore_run(f.tiles * p->kv_heads, run_tiles, &f);
+    prescore_free_local(&f.local);
+    return f.failed;
 }

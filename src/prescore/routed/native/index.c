@@ -214,32 +214,37 @@ static void build_chunk(const IndexCall *c, Scratch *b, int64_t kv_head, int64_t
     for (int64_t i = 0; i < dim * wide; i += WIDTH) store(key_value_cov + i, load(key_value_cov + i) * part);
 }
 
+typedef struct {
+    const IndexCall *c;
+    int failed;
+} Building;
+
+static void build_chunks(void *of, Jobs *jobs) {
+    Building *building = of;
+    const IndexCall *c = building->c;
+    const int64_t dim = c->dim, wide = c->value_dim, size = c->chunk_size;
+    const int64_t numbers = size * (2 * dim + wide + 4) + dim * dim + 4 * 64;
+    float *memory = aligned_alloc(64, ((size_t)numbers * sizeof(float) + 63) / 64 * 64);
+    Scratch b = {0};
+    if (!memory) {
+        __atomic_store_n(&building->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    b.points = memory;
+    b.moved = b.points + size * dim;
+    b.values = b.moved + size * dim;
+    b.covariance = b.values + size * wide;
+    b.places = b.covariance + dim * dim;
+    b.order = (int32_t *)(b.places + size);
+    b.ranks = b.order + size;
+    b.spare = b.ranks + size;
+    for (int64_t job; (job = next_job(jobs)) >= 0;) build_chunk(c, &b, job / c->chunks, job % c->chunks);
+    free(memory);
+}
+
 /* Returns 0, or 1 where there was no memory. */
 PRESCORE_EXPORT int prescore_build_index(const IndexCall *c) {
-    const int64_t dim = c->dim, wide = c->value_dim, size = c->chunk_size;
-    int failed = 0;
-#pragma omp parallel num_threads(prescore_threads()) if (c->kv_heads * c->chunks > 1)
-    {
-        const int64_t numbers = size * (2 * dim + wide + 4) + dim * dim + 4 * 64;
-        float *memory = aligned_alloc(64, ((size_t)numbers * sizeof(float) + 63) / 64 * 64);
-        Scratch b = {0};
-        if (memory) {
-            b.points = memory;
-            b.moved = b.points + size * dim;
-            b.values = b.moved + size * dim;
-            b.covariance = b.values + size * wide;
-            b.places = b.covariance + dim * dim;
-            b.order = (int32_t *)(b.places + size);
-            b.ranks = b.order + size;
-            b.spare = b.ranks + size;
-        } else {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t job = 0; job < c->kv_heads * c->chunks; job++)
-            if (memory) build_chunk(c, &b, job / c->chunks, job % c->chunks);
-        free(memory);
-    }
-    return failed;
+    Building of = {c, 0};
+    prescore_run(c->kv_heads * c->chunks, build_chunks, &of);
+    return of.failed;
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,13 @@ class _Found:
     reasons: list[str] = field(default_factory=list)
 
 
+FUNCTIONS = (
+    *("prescore_native_follow", "prescore_native_threads", "prescore_native_compiler"),
+    *("prescore_build_index", "prescore_routed_forward", "prescore_routed_backward"),
+    *("prescore_round_rows", "prescore_scale_products"),
+)
+"""What a library of our interface must have."""
+
 _FOLDER = Path(__file__).resolve().parent
 """The only place libraries are loaded from."""
 _found: dict[str, _Found] = {}
@@ -80,6 +88,12 @@ def describe_native() -> str:
     if found.level is None:
         return f"{NO_LEVEL} ({reasons})"
     return f"{found.level} ({reasons})" if reasons else found.level
+
+
+def describe_compiler() -> str:
+    """What compiled the library that runs, and whose threads it uses; empty where none does."""
+    library = _find().library
+    return "" if library is None else str(library.prescore_native_compiler().decode(errors="replace"))
 
 
 def levels_of_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
@@ -142,12 +156,39 @@ def _best(levels: tuple[str, ...]) -> _Found:
 def _open(path: Path) -> ctypes.CDLL | str:
     """A library with our signatures, or why it is not one."""
     try:
+        if _is_cut(path):
+            return "cannot be loaded, the file is cut off; build it again"
         library = ctypes.CDLL(str(path))
         abi = library.prescore_native_abi()
-        library.prescore_native_follow.restype = None
     except (OSError, AttributeError) as error:
         return f"cannot be loaded, {error}"
-    return library if abi == ABI else f"has interface {abi} and not {ABI}, build it again"
+    if abi != ABI:
+        return f"has interface {abi} and not {ABI}, build it again"
+    missing = [name for name in FUNCTIONS if not hasattr(library, name)]
+    if missing:
+        return f"lacks {', '.join(missing)}; build it again"
+    library.prescore_native_follow.restype = None
+    library.prescore_native_compiler.restype = ctypes.c_char_p
+    return library
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether an ELF file ends before what it maps does: its loader, unlike those of other formats, ends the process."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        if not header.startswith(b"\x7fELF\x02\x01"):  # of 64 bits, little-endian
+            return False
+        if len(header) < 64:
+            return True
+        (table,) = struct.unpack_from("<Q", header, 32)
+        size, n = struct.unpack_from("<HH", header, 54)
+        file.seek(table)
+        segments = file.read(size * n)
+        stops = [table + size * n]
+        for at in range(0, len(segments) - 39, max(size, 1)):
+            kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", segments, at)
+            stops += [offset + length] * (kind == 1)  # loaded
+        return path.stat().st_size < max(stops)
 
 
 # --- calls

@@ -96,6 +96,23 @@ static void load_block(const RoutedCall *p, const LocalKeys *local, int64_t kv_h
     }
 }
 
+#define BLOCKS_PER_JOB 64 /* of sixteen keys */
+
+typedef struct {
+    const RoutedCall *p;
+    LocalKeys *local;
+} Loading;
+
+static void load_blocks(void *of, Jobs *jobs) {
+    const RoutedCall *p = ((const Loading *)of)->p;
+    LocalKeys *local = ((const Loading *)of)->local;
+    for (int64_t job; (job = next_job(jobs)) >= 0;) {
+        const int64_t begin = job * BLOCKS_PER_JOB, all = p->kv_heads * local->blocks;
+        for (int64_t i = begin; i < all && i < begin + BLOCKS_PER_JOB; i++)
+            (local->half ? load_half_block : load_block)(p, local, i / local->blocks, i % local->blocks);
+    }
+}
+
 /* Load the local keys of all queries; returns 1 where there is no memory. */
 int prescore_load_local(const RoutedCall *p, LocalKeys *local) {
     find_span(p, local);
@@ -106,9 +123,8 @@ int prescore_load_local(const RoutedCall *p, LocalKeys *local) {
     local->keys = aligned_alloc(64, sizeof(float) * (size_t)(numbers + 16));
     local->values = converted ? malloc(sizeof(float) * (size_t)(rows * p->value_dim + 1)) : NULL;
     if (!local->keys || (converted && !local->values)) return 1;
-#pragma omp parallel for schedule(static) num_threads(prescore_threads()) if (local->blocks * p->kv_heads > 64)
-    for (int64_t job = 0; job < p->kv_heads * local->blocks; job++)
-        (local->half ? load_half_block : load_block)(p, local, job / local->blocks, job % local->blocks);
+    Loading of = {p, local};
+    prescore_run((p->kv_heads * local->blocks + BLOCKS_PER_JOB - 1) / BLOCKS_PER_JOB, load_blocks, &of);
     return 0;
 }
 

@@ -189,7 +189,6 @@ int64_t prescore_search(const RoutedCall *p, Tile *w, int64_t block) {
         compared = search_blocks(p, w, block, stop, 64);
     else
         compared = search_blocks(p, w, block, stop, p->dim / 4);
-#pragma omp atomic
-    p->counts[0] += compared;
+    __atomic_fetch_add(&p->counts[0], compared, __ATOMIC_RELAXED);
     return stop < blocks ? stop : 0;
 }

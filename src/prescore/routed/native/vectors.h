@@ -4,7 +4,14 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#if defined(_WIN32) /* memory of aligned_alloc has a function of its own to free it there: all memory is of that kind */
+#include <malloc.h>
+#define aligned_alloc(alignment, size) _aligned_malloc(size, alignment)
+#define malloc(size) _aligned_malloc(size, 16)
+#define free _aligned_free
+#endif
 #if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
