@@ -173,7 +173,7 @@ def _open(path: Path) -> ctypes.CDLL | str:
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether an ELF file ends before what it maps does: its loader, unlike those of other formats, ends the process."""
+    """Whether an ELF file ends before what is mapped of it: its loader would end the process, unlike others."""
     with path.open("rb") as file:
         header = file.read(64)
         if not header.startswith(b"\x7fELF\x02\x01"):  # of 64 bits, little-endian

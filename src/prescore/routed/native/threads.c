@@ -1,6 +1,8 @@
 /* What library.py asks of every library before anything else is called, and the threads of all regions. */
 #include "threads.h"
 
+#include <stddef.h>
+
 #ifndef PRESCORE_ABI
 #error "PRESCORE_ABI is set by build.py"
 #endif
