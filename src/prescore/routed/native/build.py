@@ -40,8 +40,8 @@ _IS_OPENMP_OF_TORCH = """
 #error "this runtime is not the one that torch uses"
 #endif
 """
-"""On Linux GCC's runtime is the one of torch's builds. Two runtimes in a process take cores from each other, and some
-end it. threads.c does without."""
+"""On Linux GCC's runtime is the one of torch's builds. Two runtimes in a process take cores from each other, and
+some end it. threads.c does without."""
 PLAIN_FLAGS = ("-U__SSE2__", "-U__aarch64__")
 """Added to those of `baseline`, these leave out what is written for one kind of processor: for tests."""
 _FLAGS = (*CODE_FLAGS, "-shared", "-fvisibility=hidden", *(() if sys.platform == "win32" else ("-fPIC",)))

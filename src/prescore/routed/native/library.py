@@ -184,7 +184,7 @@ def _is_cut(path: Path) -> bool:
         size, n = struct.unpack_from("<HH", header, 54)
         file.seek(table)
         segments = file.read(size * n)
-        stops = [table + size * n]
+        stops: list[int] = [table + size * n]
         for at in range(0, len(segments) - 39, max(size, 1)):
             kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", segments, at)
             stops += [offset + length] * (kind == 1)  # loaded
