@@ -3,7 +3,6 @@
 Regions run in threads of the library here; the tests in Python run them by OpenMP.
 """
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,8 +16,6 @@ pytestmark = pytest.mark.slow
 CHECK = Path(__file__).with_name("check.c")
 ARM_COMPILERS = {"gcc": ("aarch64-linux-gnu-gcc",), "clang": ("clang", "--target=aarch64-linux-gnu")}
 ARM_EMULATOR = "qemu-aarch64"
-WINDOWS_COMPILER = "x86_64-w64-mingw32-gcc"
-WINE = shutil.which("wine") or shutil.which("wine64", path="/usr/lib/wine")
 # the plainest processor that has the level: an instruction of a higher one ends the program
 ARM_PROCESSORS = {"baseline": "cortex-a53", "dotprod": "cortex-a76"}
 COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
@@ -30,14 +27,14 @@ needs_arm = pytest.mark.skipif(
 )
 
 
-def run_check(folder, compiler, flags, runner=(), environment=None):
+def run_check(folder, compiler, flags, runner=()):
     """Compile `check.c` with the sources it checks, run it, and return what it prints: names and numbers."""
     program = folder / "check"
     sources = [path for path in sorted(FOLDER.glob("*.c")) if path.name != "index.c"]  # check.c includes it
     folders = [part for folder in SOURCES for part in ("-I", folder)]
     command = [*compiler, *CODE_FLAGS, *flags, *folders, CHECK, *sources, "-o", program, "-lm"]
     subprocess.run(command, check=True)
-    done = subprocess.run([*runner, program], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run([*runner, program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [(name, float(number)) for name, number in map(str.split, done.stdout.splitlines())]
 
@@ -74,14 +71,3 @@ def test_a_level_of_an_emulated_arm_processor(tmp_path, plain, level, compiler):
     flags = ("-static", *levels_of_machine("aarch64")[level])  # the emulator needs no libraries of ARM
     runner = (ARM_EMULATOR, "-cpu", ARM_PROCESSORS[level])
     assert_equal(run_check(tmp_path, ARM_COMPILERS[compiler], flags, runner), plain, level)
-
-
-@needs_compiler
-@pytest.mark.skipif(
-    not (shutil.which(WINDOWS_COMPILER) and WINE),
-    reason="Windows is not emulated here (Debian: apt-get install gcc-mingw-w64-x86-64 wine64)",
-)
-def test_a_program_of_windows(tmp_path, plain):
-    environment = {**os.environ, "WINEPREFIX": str(tmp_path / "wine"), "WINEDEBUG": "-all"}
-    got = run_check(tmp_path, [WINDOWS_COMPILER], ["-static"], [WINE], environment)
-    assert_equal(got, plain, "baseline")

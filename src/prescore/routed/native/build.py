@@ -47,8 +47,8 @@ PLAIN_FLAGS = ("-U__SSE2__", "-U__aarch64__")
 _FLAGS = (*CODE_FLAGS, "-shared", "-fvisibility=hidden", *(() if sys.platform == "win32" else ("-fPIC",)))
 _LINKED = () if sys.platform == "win32" else ("-lm",)
 _SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
-# on Windows GCC does not align the stack for vectors of 32 bytes
-_COMPILERS = ("clang", "gcc") if sys.platform == "win32" else ("cc", "gcc", "clang")
+# GCC on Windows does not align the stack for vectors of 32 bytes, and its programs failed under Wine
+_COMPILERS = ("clang",) if sys.platform == "win32" else ("cc", "gcc", "clang")
 _NONE = "none"
 """As `CC`: build nothing."""
 
