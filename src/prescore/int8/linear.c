@@ -270,6 +270,31 @@ static void round_block(const LinearCall *p, const Rounded *to, int64_t begin, i
     }
 }
 
+/* `n` rows from `begin` on: in blocks of rows, and in parts of the weights. */
+typedef struct {
+    const LinearCall *p;
+    const Rounded *rounded;
+    int64_t begin, n, blocks, parts;
+} Slab;
+
+static int64_t block_stop(const Slab *s, int64_t block) { return block + 1 < s->blocks ? (block + 1) * BLOCK_ROWS : s->n; }
+
+static void round_blocks(void *of, Jobs *jobs) {
+    const Slab *s = of;
+    for (int64_t block; (block = next_job(jobs)) >= 0;)
+        round_block(s->p, s->rounded, s->begin, block * BLOCK_ROWS, block_stop(s, block));
+}
+
+static void multiply_blocks(void *of, Jobs *jobs) {
+    const Slab *s = of;
+    const int64_t panels = (s->p->outputs + 15) / 16, pairs = (panels + 1) / 2;
+    for (int64_t job; (job = next_job(jobs)) >= 0;) {
+        const int64_t block = job / s->parts, part = job % s->parts, stop = pairs * (part + 1) / s->parts * 2;
+        multiply_block(s->p, s->rounded, s->begin, block * BLOCK_ROWS, block_stop(s, block), pairs * part / s->parts * 2,
+                       stop < panels ? stop : panels);
+    }
+}
+
 PRESCORE_EXPORT int prescore_int8_linear(const LinearCall *p) {
     const int64_t slab = p->rows < SLAB_ROWS ? p->rows : SLAB_ROWS, threads = prescore_threads();
     const int64_t panels = (p->outputs + 15) / 16, pairs = (panels + 1) / 2;
@@ -284,15 +309,13 @@ PRESCORE_EXPORT int prescore_int8_linear(const LinearCall *p) {
         const int is_large = threads > 1 && n * p->inputs * p->outputs > PARALLEL;
         /* parts of the weights, so that all threads have work; pairs of panels stay together */
         const int64_t wanted = is_large ? (n == 1 ? 1 : 3) * threads / blocks + 1 : 1, parts = wanted < pairs ? wanted : pairs;
-#pragma omp parallel for schedule(static) num_threads((int)threads) if (blocks > 1)
-        for (int64_t block = 0; block < blocks; block++)
-            round_block(p, &rounded, begin, block * BLOCK_ROWS, block + 1 < blocks ? (block + 1) * BLOCK_ROWS : n);
-#pragma omp parallel for schedule(dynamic) num_threads((int)threads) if (is_large)
-        for (int64_t job = 0; job < blocks * parts; job++) {
-            const int64_t block = job / parts, part = job % parts, stop = pairs * (part + 1) / parts * 2;
-            multiply_block(p, &rounded, begin, block * BLOCK_ROWS, block + 1 < blocks ? (block + 1) * BLOCK_ROWS : n,
-                           pairs * part / parts * 2, stop < panels ? stop : panels);
-        }
+        Slab of = {p, &rounded, begin, n, blocks, parts};
+        Jobs all = {0, blocks * parts};
+        prescore_run(blocks, round_blocks, &of);
+        if (is_large)
+            prescore_run(all.stop, multiply_blocks, &of);
+        else
+            multiply_blocks(&of, &all);
     }
     free(rounded.numbers);
     return 0;

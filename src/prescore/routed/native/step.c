@@ -72,23 +72,41 @@ INLINE void attend_keys(const int type, const StepCall *p, int64_t head, int64_t
     }
 }
 
+/* A step whose keys are split into parts: `size` numbers of each part of a head in `scratch`. */
+typedef struct {
+    const StepCall *p;
+    int64_t parts, size;
+    float *scratch;
+} Parts;
+
+static void attend_parts(void *of, Jobs *jobs) {
+    const Parts *s = of;
+    const StepCall *p = s->p;
+    for (int64_t job; (job = next_job(jobs)) >= 0;) {
+        const int64_t part = job % s->parts, head = job / s->parts;
+        const int64_t begin = p->n_keys * part / s->parts, stop = p->n_keys * (part + 1) / s->parts;
+        float *sums = s->scratch + job * s->size, *mass = sums + p->n_query * p->value_dim, *peak = mass + p->n_query;
+        if (p->type == FLOAT32)
+            attend_keys(FLOAT32, p, head, begin, stop, sums, mass, peak);
+        else if (p->type == BFLOAT16)
+            attend_keys(BFLOAT16, p, head, begin, stop, sums, mass, peak);
+        else
+            attend_keys(FLOAT16, p, head, begin, stop, sums, mass, peak);
+    }
+}
+
 PRESCORE_EXPORT int prescore_exact_step(const StepCall *p) {
     const int64_t heads = p->batch * p->kv_heads, threads = prescore_threads(), n = p->n_query, wide = p->value_dim;
     const int64_t most = (p->n_keys + PART_KEYS - 1) / PART_KEYS, wanted = (4 * threads + heads - 1) / heads;
     const int64_t parts = most < wanted ? most : wanted, step = n * (wide + 2);
     float *scratch = malloc(sizeof(float) * (size_t)(heads * parts * step + 1));
     if (!scratch) return 1;
-#pragma omp parallel for schedule(dynamic) num_threads((int)threads) if (heads * p->n_keys * n * p->dim > PARALLEL)
-    for (int64_t job = 0; job < heads * parts; job++) {
-        const int64_t part = job % parts, begin = p->n_keys * part / parts, stop = p->n_keys * (part + 1) / parts;
-        float *sums = scratch + job * step, *mass = sums + n * wide, *peak = mass + n;
-        if (p->type == FLOAT32)
-            attend_keys(FLOAT32, p, job / parts, begin, stop, sums, mass, peak);
-        else if (p->type == BFLOAT16)
-            attend_keys(BFLOAT16, p, job / parts, begin, stop, sums, mass, peak);
-        else
-            attend_keys(FLOAT16, p, job / parts, begin, stop, sums, mass, peak);
-    }
+    Parts of = {p, parts, step, scratch};
+    Jobs all = {0, heads * parts};
+    if (heads * p->n_keys * n * p->dim > PARALLEL)
+        prescore_run(all.stop, attend_parts, &of);
+    else
+        attend_parts(&of, &all);
     for (int64_t head = 0; head < heads; head++)
         for (int64_t t = 0; t < n; t++) {
             const float *first = scratch + head * parts * step;
