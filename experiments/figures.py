@@ -26,7 +26,7 @@ from prescore.paper import printed
 from prescore.paper import tables as paper
 from prescore.paper.planted.tables import claim_table, recall_settings, recall_table
 from prescore.paper.selections import selection_table, universal_set_table
-from prescore.paper.speed import length_table, preset_table, scoring_table, share_table
+from prescore.paper.speed import length_table, scoring_table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -576,21 +576,9 @@ def long_speeds() -> Table:
 
 
 @figure
-def preset_shares() -> Table:
-    """The paper's preset with k-means: its part of the ideal speed-up, and its stages."""
-    return share_table(read("speed/long"))
-
-
-@figure
 def scoring() -> Table:
     """Scorers alone, and their share of exact attention without a causal mask."""
     return scoring_table(select("speed/scoring", study="scoring"))
-
-
-@figure
-def preset_settings(study: str) -> Table:
-    """The paper's preset against one of its settings."""
-    return preset_table(select("speed/scoring", study=study), study)
 
 
 @figure
@@ -621,11 +609,21 @@ CLAIMS = {
 
 @figure
 def claims(name: str) -> Table:
-    """The rows of a claim, without empty columns."""
-    every = claim_table(read("planted"))
-    rows = [row for row in every.rows if row[0].startswith(CLAIMS[name])]
-    shown = [column for column in range(len(every.columns)) if any(row[column] for row in rows)]
-    return table([every.columns[column] for column in shown], [[row[i] for i in shown] for row in rows], left=4)
+    """What a claim bounds, measured, with the seeds that met the bound: a column for each reading.
+
+    Where there is one reading, a line is a variant of the claim and a column a quantity.
+    """
+    rows = [row for row in claim_table(read("planted")).rows if row[0].startswith(CLAIMS[name])]
+    readings = list(dict.fromkeys(row[1] for row in rows))
+    cells = {row[:4]: f"{row[4]}, {row[5]}" for row in rows}
+    if len(readings) > 1:
+        lines = list(dict.fromkeys((claim, quantity, bound) for claim, _, quantity, bound, *_ in rows))
+        made = [(c, f"{q} {b}", *(cells.get((c, r, q, b), MISSING) for r in readings)) for c, q, b in lines]
+        return table(("claim", "quantity and bound", *readings), made, left=2)
+    quantities = list(dict.fromkeys(row[2:4] for row in rows))
+    variants = dict.fromkeys(row[0] for row in rows)
+    made = [(c, *(cells.get((c, readings[0], *q), MISSING) for q in quantities)) for c in variants]
+    return table(("claim", *(" ".join(q) for q in quantities)), made)
 
 
 @figure
@@ -638,7 +636,6 @@ def planted_recall() -> Table:
 
 # Vision transformers.
 
-CLUSTERED = ("kmeans", "published", "kmeans-farthest-sample", "kmeans-cluster-share", "kmeans-balanced", "kmedian")
 GRID = "vision/grid-1000"
 
 
@@ -664,20 +661,6 @@ def vision_grid() -> Table:
         pairs = ([found.get((method, clusters, budget, keep)) for keep in (True, False)] for budget in budgets)
         rows.append((method, str(clusters or ""), *(both(pair, ".1f") for pair in pairs)))
     return table(("method", "clusters", *map(str, budgets)), rows)
-
-
-@figure
-def against_leverage() -> Table:
-    """Top-1 of every clustering rule minus that of leverage scores at the same budget, class token protected."""
-    found = accuracies()
-    budgets = sorted({cell[2] for cell in found})
-    rows = []
-    for method in CLUSTERED:
-        for clusters in sorted({cell[1] for cell in found if cell[0] == method and cell[1]}):
-            gains = [found[method, clusters, b, True] - found["leverage", None, b, True] for b in budgets]
-            wins = f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
-            rows.append((method, str(clusters), *(f"{gain:+.1f}" for gain in gains), wins))
-    return table(("rule", "clusters", *map(str, budgets), "wins"), rows)
 
 
 @figure
