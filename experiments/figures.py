@@ -425,19 +425,23 @@ def levels() -> Table:
 
 @figure
 def layers(folder: str) -> Table:
-    """Times, ratio, error and keys read of saved layers by dtype."""
+    """Times and ratio of saved layers by dtype, the largest error of a dtype, keys read in the first."""
     found = [r for r in select(f"speed/{folder}", study="heads") if not r.config.get("backward")]
     order = [*LAYERS, *dict.fromkeys(record.config["heads"] for record in found)]
-    dtypes = ("float32", "bfloat16", "float16")
-    found.sort(key=lambda r: (dtypes.index(r.config["dtype"]), order.index(r.config["heads"])))
+    dtypes = [
+        dtype for dtype in ("float32", "bfloat16", "float16") if any(r.config["dtype"] == dtype for r in found)
+    ]
     rows = []
-    for record in found:
-        exact, default = (record.results["methods"][name] for name in ("exact", "default"))
-        cells = [f"{exact['seconds']:.2f} s", f"{default['seconds']:.2f} s", f"{default['speedup']:.1f}x"]
-        cells += [f"{default['error']:.5f}", f"{default['reads_per_query']:.0f}"]
-        rows.append((record.config["heads"], record.config["dtype"], *cells))
-    columns = ("layer", "dtype", "exact", "default", "speed-up", "error", "keys and centroids read")
-    return table(columns, rows, left=2)
+    for name in [name for name in dict.fromkeys(order) if any(r.config["heads"] == name for r in found)]:
+        methods = {r.config["dtype"]: r.results["methods"] for r in found if r.config["heads"] == name}
+        times = [
+            f"{m['exact']['seconds']:.2f} / {m['default']['seconds']:.2f} s: {m['default']['speedup']:.1f}x"
+            for m in map(methods.__getitem__, dtypes)
+        ]
+        error = max(m["default"]["error"] for m in methods.values())
+        rows.append((name, *times, f"{error:.5f}", f"{methods[dtypes[0]]['default']['reads_per_query']:.0f}"))
+    columns = ("layer", *(f"{dtype}: exact / default" for dtype in dtypes), "error", "keys and centroids read")
+    return table(columns, rows)
 
 
 @figure

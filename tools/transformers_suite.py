@@ -4,7 +4,16 @@
 
 runs the test files of these models in a checkout of transformers twice, with sdpa and with ours under its name,
 and lists what fails with ours alone. A refusal (`Unsupported`) is listed apart. A test counts as reached only if
-it called attention; many tests of a model file do not. docs/evaluation.md says how to get such a checkout.
+it called attention; many tests of a model file do not. docs/evaluation.md has more.
+
+Without a clone, `pip download --no-deps --no-binary :all: transformers==5.22.2` has the common tests of models.
+Add below its `tests`, each folder with an `__init__.py`:
+
+- `utils/test_configuration_utils.py` with `config_common_kwargs`, values that any configuration takes;
+- `exporters/test_export.py` with an empty class `ExportTesterMixin`;
+- `generation/test_utils.py` with an empty class `GenerationTesterMixin`, or one with tests of `generate`;
+- `models/llama/test_modeling_llama.py`, ...: a `TestCase` on `ModelTesterMixin` of
+  `tests/test_modeling_common.py`, with a `model_tester` that makes a tiny configuration and inputs.
 
 The module is also the pytest plugin of these runs: it replaces sdpa, and notes in a JSON file what each test did.
 """

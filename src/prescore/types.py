@@ -85,7 +85,8 @@ class Stats(Mapping[str, Any]):
 
     Attributes:
         backend: What ran: `native`, `triton` or `plain` for the far keys of a `Routed`, else torch's operator.
-        native_level: Instruction set of the native code that ran (`avx512`, `avx2`, `dotprod`, `baseline`).
+        native_level: Instruction set of the native code that ran (`avx512_bf16`, `avx512`, `avx2`,
+            `dotprod`, `baseline`).
         seconds: Seconds by stage.
         keys_per_query: Keys that a query read, on average; centroids are counted apart.
         centroids_per_query: Centroids that a query read, on average.
