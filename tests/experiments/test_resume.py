@@ -35,13 +35,8 @@ def test_rows_of_speed(folder, plan):
 
 
 def test_rows_of_scripts(load_script):
-    ranks, scoring = load_script("parallel/ranks.py"), load_script("speed/scoring.py")
-    records = [*read_records(EXPERIMENTS / "parallel/bytes/records.jsonl")]
-    records += read_records(EXPERIMENTS / "speed/scoring/records.jsonl")
-    for record in records:
+    ranks = load_script("parallel/ranks.py")
+    for record in read_records(EXPERIMENTS / "parallel/bytes/records.jsonl"):
         c, seed = record.config, record.seed
-        if c["study"] == "parallel":
-            rows = ranks.plan_rows([c["n"]], c["heads"], c["dim"], c["repeats"], seed)
-        else:
-            rows = scoring.plan_rows([c["study"]], c["n"], dim=c["dim"], repeats=c["repeats"], seed=seed)
+        rows = ranks.plan_rows([c["n"]], c["heads"], c["dim"], c["repeats"], seed)
         assert record.key in {row_key("speed", row.config, row.seed) for row in rows}
