@@ -58,7 +58,7 @@ def test_right_padded_prompts_generate_the_same_with_any_cache(name, cache):
 
 def test_assisted_generation():
     model, assistant = tiny("Llama"), tiny("Llama", num_hidden_layers=1)
-    ids, mask = prompts(batch=1, length=40, side="none")
+    ids, mask = prompts(batch=1, length=40, cut=0)
 
     def generate():
         options = {"assistant_model": assistant, "max_new_tokens": 12, "do_sample": False}
