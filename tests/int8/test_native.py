@@ -9,7 +9,7 @@ from prescore.int8 import linear
 from prescore.int8.linear import Int8Linear
 from prescore.routed.native.library import levels_of_processor
 
-SHAPES = [(0, 8, 8), (1, 640, 5), (7, 33, 17), (23, 70, 40), (130, 96, 200), (800, 66, 33)]
+SHAPES = [(0, 8, 8), (1, 640, 5), (7, 33, 17), (23, 150, 40), (130, 96, 200), (800, 130, 33)]
 """Rows, inputs, outputs: less than a panel, a quarter, a group or a tile of rows, and more than a slab of rows."""
 
 

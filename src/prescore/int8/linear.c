@@ -173,24 +173,22 @@ static void round_row(const LinearCall *p, int64_t row, int8_t *numbers, int64_t
     for (int64_t g = 0; g < groups; g++) {
         const int64_t first = g * p->group, left = p->inputs - first, n = left < p->group ? left : p->group;
         float wide[MOST_GROUP];
-        int32_t rounded[MOST_GROUP] = {0}, sum = 0;
+        int8_t rounded[MOST_GROUP];
+        int32_t sum = 0;
         uint32_t most = 0; /* magnitudes are ordered as their bits are, with NaN above all */
         read_group(p, row * p->inputs + first, n, wide);
-        for (int64_t j = 0; j < n; j++) {
+        for (int64_t j = n; j < MOST_GROUP; j++) wide[j] = 0;
+        for (int64_t j = 0; j < MOST_GROUP; j++) { /* the length is known: the compiler makes vectors of these loops */
             const uint32_t magnitude = raw_bits(wide[j]) & 0x7fffffff;
             most = magnitude > most ? magnitude : most;
         }
         const float one = (number(most) < p->smallest ? p->smallest : number(most)) * p->inverse;
-        for (int64_t j = 0; j < n; j++) { /* adding 1.5 * 2^23 rounds to an integer and leaves it in the last bits */
-            rounded[j] = (int8_t)(uint8_t)raw_bits(wide[j] / one + 12582912.0f);
-            sum += rounded[j];
-        }
+        /* adding 1.5 * 2^23 rounds to an integer and leaves it in the last bits */
+        for (int64_t j = 0; j < MOST_GROUP; j++) rounded[j] = (int8_t)(uint8_t)raw_bits(wide[j] / one + 12582912.0f);
+        for (int64_t j = 0; j < MOST_GROUP; j++) sum += rounded[j];
         unit[g] = one < INFINITY ? one : NAN;
         start[g] = -ZERO * sum;
-        for (int64_t j = 0; j < n; j += 4) {
-            const int8_t four[4] = {(int8_t)rounded[j], (int8_t)rounded[j + 1], (int8_t)rounded[j + 2], (int8_t)rounded[j + 3]};
-            memcpy(numbers + ((first + j) * rows + 4 * at), four, 4);
-        }
+        for (int64_t j = 0; j < n; j += 4) memcpy(numbers + ((first + j) * rows + 4 * at), rounded + j, 4);
     }
 }
 

@@ -24,7 +24,7 @@ from prescore.routed.native import library
 from prescore.routed.native.library import Expected, call_library, check_tensors
 from prescore.types import Values
 
-GROUP = 64
+GROUP = 128
 """Inputs that share a scale in a token: activations inside an MLP have single large entries."""
 _FEWEST = 16
 """From so many inputs per output on, a layer keeps its dtype: a router decides by small differences."""
