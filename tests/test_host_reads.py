@@ -32,10 +32,7 @@ REMAINING = {
     "scoring.leverage._whitening_by_qr": "leverage: torch checks its factors",
     "selected.causal_grid.Queries.span": "a chunk of a padded prompt: sequences begin at other positions",
     "selected.plan.Plan.add": "padding, an Lsh without a causal mask: sequences with few queries are exact",
-    "routed.attention._gaps": "padding, Routed: sequences with gaps are exact",
-    "routed.attention._same_start": "padding, Routed: likewise, and short ones",
-    "routed.attention._by_start": "padding, Routed: one call for each position at which sequences begin",
-    "routed.attention._view": "padding, Routed: the host cuts queries into blocks that see the same clusters",
+    "routed.attention._attend_padded": "padding, Routed: the host cuts a batch into sequences without padding",
     "routed.decode.StepAttention._attend_far": "decode steps, Routed: the number of keys read is kept as a float",
 }
 """Functions that read a number from the device, and why. Without padding, with `top_k` and a scorer that factors
@@ -60,7 +57,7 @@ def both(name, config, *reads, **options):
 
 
 KEPT = ("scoring.select.select_keys", "scoring.select.selection_of")
-PADDED = frozenset({"routed.attention._gaps", "routed.attention._view"})
+PADDED = frozenset({"routed.attention._attend_padded"})
 WHITENING_BY_QR = "scoring.leverage._whitening_by_qr"
 FACTORISED = {
     "leverage": frozenset({"scoring.leverage._whitening_of"}),
@@ -91,9 +88,7 @@ CASES = {
     **both("min_score", Selected(min_score=0.0, min_seq_len=32), *KEPT),
     **both("routed", ROUTED),
     **both("routed, odd clusters", ROUTED.replace(cluster_size=24, chunk_size=48)),
-    "routed, padded, full": Case(
-        ROUTED, reads=PADDED | {"routed.attention._same_start"}, options={"padded": True}
-    ),
+    "routed, padded, full": Case(ROUTED, reads=PADDED, options={"padded": True}),
     "routed, padded, causal": Case(ROUTED, True, PADDED, options={"padded": True}),
     **{
         f"scorer {name}": Case(Selected(name, 40, min_seq_len=32), reads=FACTORISED.get(name, frozenset()))
@@ -114,7 +109,7 @@ CASES = {
     "chunk of a padded prompt, routed": Case(
         ROUTED,
         True,
-        frozenset({"routed.attention._gaps", "routed.attention._by_start"}),
+        PADDED,
         {"padded": True},
         n_query=40,
     ),

@@ -15,8 +15,9 @@ from routed_checks import check_routed
 
 import prescore
 from prescore import Coupling, Exact, GaussianKMeans, Hyper, KMeans, Lsh, Routed, Selected
+from prescore.attention import Options
 from prescore.errors import Unsupported
-from prescore.integrations.decode import OVER_SELECTION, CachedKeys, LayerCache, Request, keeps_selection
+from prescore.integrations.decode import OVER_SELECTION, CachedKeys, LayerCache, keeps_selection
 from prescore.routed import reference
 
 STEPS = 1e-6, 1e-7, 1e-6, 1e-7
@@ -245,7 +246,7 @@ def decode_step(case):
     mask = case.padding()
     need(mask is None or bool(mask[:, -1].all()))
     last = query[:, :, -1:]
-    step = LayerCache().step(last, CachedKeys(key, value, mask, case.n_keys), Request(config, seed=case.seed))
+    step = LayerCache().step(last, CachedKeys(key, value, mask, case.n_keys), config, Options(generator=case.seed))
     assert routed or step.path == OVER_SELECTION
     need(step.result is not None)
     options = {"is_causal": routed, "key_padding_mask": mask, "generator": case.seed}

@@ -9,7 +9,7 @@ from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, pres
 from prescore.attention import Options, attend
 from prescore.integrations import decode
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
-from prescore.integrations.decode import CachedKeys, ExternalCache, LayerCache, Request
+from prescore.integrations.decode import CachedKeys, ExternalCache, LayerCache
 from prescore.routed import native
 
 SELECTED = Selected(KMeans(n_clusters=4), top_k=12)
@@ -25,10 +25,10 @@ def qkv():
     return query, key, value
 
 
-def step(cache, qkv, n_keys, n_query=1, config=SELECTED, valid=None, **request):
+def step(cache, qkv, n_keys, n_query=1, config=SELECTED, valid=None, **options):
     query, key, value = (t[:, :, :n_keys] for t in qkv)
     keys = CachedKeys(key, value, valid, n_keys)
-    return cache.step(query[:, :, n_keys - n_query :], keys, Request(config, **request))
+    return cache.step(query[:, :, n_keys - n_query :], keys, config, Options(**options))
 
 
 def output(cache, *args, **options):
@@ -58,15 +58,15 @@ def test_the_configuration_decides_how_a_step_is_answered(qkv):
 
 
 def test_clusters_are_used_only_where_they_save_keys_and_are_valid(qkv):
-    def path(inputs=qkv, n_query=1, config=ROUTED, valid=None, owned=True, **request):
-        return step(LayerCache(owned=owned), inputs, 51, n_query, config, valid, **request).path
+    def path(inputs=qkv, n_query=1, config=ROUTED, valid=None, owned=True, **options):
+        return step(LayerCache(owned=owned), inputs, 51, n_query, config, valid, **options).path
 
     left, gap = torch.ones(2, 2, 51, dtype=torch.bool)
     left[0, :9], gap[0, 20:23] = False, False
     short, large = (ROUTED.replace(**change) for change in ({"exact_until": 50}, {"chunk_size": 32}))
     for options in ({"config": short}, {"n_query": 2}, {"valid": left}):
         assert path(**options) == decode.OVER_CLUSTERS
-    for options in ({"config": large}, {"dropout": 0.1}, {"valid": gap}, {"owned": False}):
+    for options in ({"config": large}, {"dropout_p": 0.1}, {"valid": gap}, {"owned": False}):
         assert path(**options) == decode.OVER_ALL
     assert path(config=ROUTED.replace(exact_until=51)) == decode.OVER_ALL
     assert path((qkv[0].clone().requires_grad_(), *qkv[1:])) == decode.OVER_ALL
@@ -124,7 +124,7 @@ def test_a_step_in_half_precision_is_as_good_as_the_call(dtype):
     config = Selected(KMeans(n_clusters=4), top_k=4)
     exact = prescored_attention(*(t.double() for t in inputs), config, generator=0)
     called = prescored_attention(*inputs, config, generator=0)
-    stepped = LayerCache().step(inputs[0], CachedKeys(*inputs[1:], None, 4000), Request(config)).result.output
+    stepped = LayerCache().step(inputs[0], CachedKeys(*inputs[1:], None, 4000), config, Options()).result.output
     errors = [float((got.double() - exact).abs().max()) for got in (stepped, called)]
     assert errors[0] <= 1.5 * errors[1]
 
@@ -136,7 +136,8 @@ def test_padding_among_new_tokens_is_hidden(qkv):
     valid[:, 51] = False
     padded, clean = LayerCache(), LayerCache()
     for cache in (padded, clean):
-        cache.select(CachedKeys(*(t[:, :, :50] for t in qkv[1:]), None, 50), Request(SELECTED))
+        cache.chosen_by = SELECTED, 0
+        cache.select(CachedKeys(*(t[:, :, :50] for t in qkv[1:]), None, 50))
     got = output(padded, (qkv[0], poisoned, qkv[2]), 53, valid=valid)
     torch.testing.assert_close(got, output(clean, [t[:, :, kept] for t in qkv], 52), **FLOAT32)
     assert made_from(padded) == (50, 3)

@@ -15,10 +15,11 @@ from typing import TypeAlias
 from torch import Tensor
 
 from prescore import checks
+from prescore.call import Options
 from prescore.config import Config, Exact, Selected, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.audit import measure_errors
-from prescore.integrations.decode import PROMPT, CachedKeys, ExternalCache, LayerCache, Request, warn_once
+from prescore.integrations.decode import PROMPT, CachedKeys, ExternalCache, LayerCache, warn_once
 from prescore.integrations.masks import NO_STRUCTURE, MaskForm, exact_under_mask, prescored_under_mask, read_mask
 from prescore.integrations.report import READS_ALL, CallTrace, Counts, Errors, Trace, what_ran
 from prescore.rng import Streams
@@ -144,15 +145,15 @@ class PrescoredAttention:
         else:
             config = self.with_prefix(context.n_prefix, form.fewest_keys()) if context.n_prefix else self.config
             seed = layer_seed(self.seed, context.layer)
-            request = Request(config, context.scale, context.dropout, seed, backend=self.backend)
+            options = Options(scale=context.scale, dropout_p=context.dropout, generator=seed, backend=self.backend)
             cache = self._external if context.cache is None else context.cache
             key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
             in_order = n_query == 1 or form.kind == "causal"
             keys = CachedKeys(key, value, form.valid, form.n_keys, in_order)
-            path, result, why_all = cache.step(query, keys, request)
+            path, result, why_all = cache.step(query, keys, config, options)
             if path == PROMPT:
-                index = None if context.cache is None else context.cache.prompt_index(keys, request)
-                result = prescored_under_mask(query, key, value, form, request._replace(key_index=index))
+                index = None if context.cache is None else context.cache.prompt_index(keys, config, options)
+                result = prescored_under_mask(query, key, value, form, config, options._replace(key_index=index))
             if result is None:
                 output = exact_under_mask(query, key, value, form, scale=context.scale, dropout=context.dropout)
             else:

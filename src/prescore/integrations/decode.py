@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from prescore.autograd import records_gradients, without_autocast
-from prescore.call import first_real, make_call
+from prescore.call import Options, first_real, make_call
 from prescore.config import Config, Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.ops.operators import accumulation_dtype, pick_operator
-from prescore.rng import DEFAULT_SEED, Streams
+from prescore.rng import DEFAULT_SEED, Streams, as_streams
 from prescore.routed.backends import auto_config, build_index
 from prescore.routed.decode import StepAttention
 from prescore.routed.index import GrowingIndex
@@ -39,21 +39,6 @@ OVER_ALL = "step over all keys"
 
 _MIN_ROOM = 64
 _PROBES = 16
-
-
-class Request(NamedTuple):
-    """How a layer attends: `scale` multiplies the logits, None = `D ** -0.5`; `seed` is of everything drawn.
-
-    `key_index` is that of earlier chunks of the prompt, which the call extends; `backend` as in
-    `prescored_attention`.
-    """
-
-    config: Config
-    scale: float | None = None
-    dropout: float = 0.0
-    seed: int = DEFAULT_SEED
-    key_index: GrowingIndex | None = None
-    backend: str = "auto"
 
 
 class CachedKeys(NamedTuple):
@@ -110,7 +95,7 @@ class LayerCache:
         selection: The selection; None until it is made.
         evicted: Whether only the selection and later tokens are left.
         valid: `[B, n_tokens]`, True = a real key, as of the last call; None = all are.
-        request: The request of the last call.
+        chosen_by: Configuration and seed of the last call, by which selections are made; None before the first.
     """
 
     def __init__(
@@ -134,7 +119,7 @@ class LayerCache:
         self.selection: SelectionState | None = None
         self.evicted = False
         self.valid: Tensor | None = None
-        self.request: Request | None = None
+        self.chosen_by: tuple[Config, int] | None = None
         self._index = GrowingIndex(build_index)
         self._steps: tuple[tuple[Config, str, float | None], StepAttention] | None = None
 
@@ -165,8 +150,11 @@ class LayerCache:
         elif not self.evicted:
             self.buffer = KVBuffer(key, value)
 
-    def step(self, query: Tensor, keys: CachedKeys, request: Request) -> Step:
-        """Answer the newest queries `[B, Hq, Nq, D]`, or say how to answer them."""
+    def step(self, query: Tensor, keys: CachedKeys, config: Config, options: Options) -> Step:
+        """Answer the newest queries `[B, Hq, Nq, D]`, or say how to answer them.
+
+        Of the options, `scale`, `dropout_p`, `backend`, and an int as `generator` count.
+        """
         n_query = query.shape[2]
         n_earlier = keys.n_keys - n_query
         if self.selection is not None:
@@ -174,10 +162,10 @@ class LayerCache:
         if _masks_differ(self.valid, keys.valid, n_earlier):  # the selection and the key index are of other keys
             self.drop_selection("the attention mask of earlier tokens changed")
             self._steps, self._index = None, GrowingIndex(build_index)
-        self.valid, self.request = keys.valid, request
-        if (self.evict or self.refresh_every) and not keeps_selection(request.config):
+        self.valid, self.chosen_by = keys.valid, (config, as_streams(options.generator).seed)
+        if (self.evict or self.refresh_every) and not keeps_selection(config):
             setting = "evict=True" if self.evict else f"refresh_every={self.refresh_every}"
-            name = type(request.config).__name__
+            name = type(config).__name__
             warn_once(f"{setting} of the cache does nothing under {name}, which keeps every key", self._warned)
         if n_query == keys.n_keys or n_query > STEP_AT_MOST or not keys.in_order:
             self.drop_selection(
@@ -185,49 +173,47 @@ class LayerCache:
                 f"generate does with prefill_chunk_size={STEP_AT_MOST}, or use a cache without evict=True"
             )
             return Step(PROMPT)
-        if keeps_selection(request.config):
-            selection = self._updated_selection(keys, n_query, request)
-            output = selection.attend(query, request.scale, request.dropout)
+        if keeps_selection(config):
+            selection = self._updated_selection(keys, n_query, *self.chosen_by)
+            output = selection.attend(query, options.scale, options.dropout_p)
             return Step(OVER_SELECTION, Result(output, output.new_empty(0), selection.count_reads(n_query)))
         self.require_all_keys()
-        steps = self._routed_steps(query, keys, request)
+        steps = self._routed_steps(query, keys, config, options)
         if isinstance(steps, str):
             return Step(OVER_ALL, None, steps)
         with without_autocast(query, keys.key, keys.value) as tensors:
-            attended = steps.attend(*tensors, backend=request.backend)
+            attended = steps.attend(*tensors, backend=options.backend)
         reads = steps.reads
         return Step(OVER_CLUSTERS, Result(*attended, lambda: reads, steps.stats))
 
-    def prompt_index(self, keys: CachedKeys, request: Request) -> GrowingIndex | None:
+    def prompt_index(self, keys: CachedKeys, config: Config, options: Options) -> GrowingIndex | None:
         """The key index of the tokens so far, which the next chunk of the prompt extends, as steps do.
 
         None where it would not be that of the keys: padding, gradients, or another kind of attention.
         """
-        if not isinstance(request.config, Routed) or not self._owned or not keys.in_order:
+        if not isinstance(config, Routed) or not self._owned or not keys.in_order:
             return None
-        if keys.valid is not None or request.dropout or records_gradients(keys.key, keys.value):
+        if keys.valid is not None or options.dropout_p or records_gradients(keys.key, keys.value):
             return None
         return self._index
 
-    def select(self, keys: CachedKeys | None = None, request: Request | None = None) -> None:
+    def select(self, keys: CachedKeys | None = None) -> None:
         """Make the selection now instead of at the first step, where steps will need one; or complete it.
 
         Args:
             keys: The keys to select from; None = all that are held.
-            request: How to attend; None = as in the last call.
         """
         if keys is None and self.buffer is not None:
             if self.valid is not None:  # tokens since the last call of `step` are real
                 n_since = self.n_tokens - self.valid.shape[1]
                 self.valid = torch.nn.functional.pad(self.valid, (0, n_since), value=True)
             keys = CachedKeys(self.buffer.key, self.buffer.value, self.valid, self.n_tokens)
-        request = request or self.request
         if keys is None:
             return
         if self.selection is not None:
             self.selection.append_missing(keys)
-        elif request is not None and keeps_selection(request.config):
-            self._select(keys, request)
+        elif self.chosen_by is not None and keeps_selection(self.chosen_by[0]):
+            self._select(keys, *self.chosen_by)
 
     def require_all_keys(self) -> None:
         """Refuse when some keys were evicted."""
@@ -262,39 +248,40 @@ class LayerCache:
         if self.valid is not None:
             self.valid = self.valid.index_select(0, sequences.to(self.valid.device))
 
-    def _updated_selection(self, keys: CachedKeys, n_query: int, request: Request) -> SelectionState:
+    def _updated_selection(self, keys: CachedKeys, n_query: int, config: Config, seed: int) -> SelectionState:
         """The selection with the newest tokens appended; made where there is none, or where it is due again."""
         if self.selection is not None:
             n_since = keys.n_keys - self.selection.n_selected_from
-            if self.selection.config != request.config:
+            if self.selection.config != config:
                 self.drop_selection("the configuration changed")
             elif self.refresh_every is not None and n_since >= self.refresh_every:
                 self.drop_selection("refresh_every selects among all keys again")
-        selection = self.selection or self._select(keys.until(_n_selectable(keys.n_keys, n_query)), request)
+        selection = self.selection or self._select(keys.until(_n_selectable(keys.n_keys, n_query)), config, seed)
         selection.append_missing(keys)
         return selection
 
-    def _select(self, keys: CachedKeys, request: Request) -> SelectionState:
+    def _select(self, keys: CachedKeys, config: Config, seed: int) -> SelectionState:
         self.require_all_keys()
-        self.selection = SelectionState.select(keys.key, keys.value, keys.valid, request.config, request.seed)
+        self.selection = SelectionState.select(keys.key, keys.value, keys.valid, config, seed)
         self.evicted = self.evict
         if self.evict:
             self.buffer = None
         return self.selection
 
-    def _routed_steps(self, query: Tensor, keys: CachedKeys, request: Request) -> StepAttention | str:
+    def _routed_steps(
+        self, query: Tensor, keys: CachedKeys, config: Config, options: Options
+    ) -> StepAttention | str:
         """What attends for new queries, or why they read every key instead."""
-        config = request.config
-        made_for = (config, request.backend, request.scale)
+        made_for = (config, options.backend, options.scale)
         if not isinstance(config, Routed) or not self._owned:
             return ""
         if why_exact(config, 1, keys.n_keys, is_causal=True):
             return ""
-        if request.dropout or records_gradients(query, keys.key, keys.value):
+        if options.dropout_p or records_gradients(query, keys.key, keys.value):
             return "the key index has neither dropout nor gradients"
         if self._steps is not None and self._steps[0] == made_for and keys.valid is None:
             return self._steps[1]
-        if request.backend == "auto":
+        if options.backend == "auto":
             effective, reason = auto_config(query, keys.key, keys.value, config, is_causal=True)
             if isinstance(effective, Exact):
                 return reason
@@ -306,7 +293,7 @@ class LayerCache:
             if not torch.equal(keys.valid, position >= start[:, None]):
                 return "there is padding after or between real keys"  # positions are not those of the clusters
         if self._steps is None or self._steps[0] != made_for:
-            scale = float(query.shape[-1] ** -0.5 if request.scale is None else request.scale)
+            scale = float(query.shape[-1] ** -0.5 if options.scale is None else options.scale)
             index = self._index if start is None else None
             self._steps = (made_for, StepAttention(config, scale=scale, start=start, index=index))
         return self._steps[1]
@@ -359,7 +346,7 @@ class ExternalCache(threading.local):
         """The selection of the last step; None where it made none."""
         return self._cache.selection
 
-    def step(self, query: Tensor, keys: CachedKeys, request: Request) -> Step:
+    def step(self, query: Tensor, keys: CachedKeys, config: Config, options: Options) -> Step:
         """Answer a call, or say how to answer it; `keys` holds all keys so far, perhaps with unused room."""
         n_query = query.shape[2]
         if n_query == 1 and keys.valid is not None:  # leave out the unused room of a static cache
@@ -368,8 +355,8 @@ class ExternalCache(threading.local):
         if self.selection is not self._compared_to:  # the last step failed
             self._cache.clear()
         elif self.selection is not None:
-            self._follow(self.selection, keys, n_query, request)
-        step = self._cache.step(query, keys, request)
+            self._follow(self.selection, keys, n_query)
+        step = self._cache.step(query, keys, config, options)
         if step.path == PROMPT:
             self._n_prompt = keys.n_keys
         elif not 0 < self._n_prompt <= keys.n_keys - n_query:
@@ -379,21 +366,23 @@ class ExternalCache(threading.local):
         self._compared_to = self.selection
         return step
 
-    def _follow(self, selection: SelectionState, keys: CachedKeys, n_query: int, request: Request) -> None:
+    def _follow(self, selection: SelectionState, keys: CachedKeys, n_query: int) -> None:
         """Keep what the call continues: the selection if it was made from keys that the queries may see."""
         n_selected_from, n_selectable = selection.n_selected_from, _n_selectable(keys.n_keys, n_query)
         same_prompt = self._equal(keys, self._n_probes)
-        if n_selected_from <= n_selectable and same_prompt and self._equal(keys, len(self._places)):
+        if n_selected_from <= n_selectable and same_prompt and self._equal(keys, len(self._compared)):
             since, held = slice(n_selected_from, n_selected_from + selection.n_since), selection.buffer
             pairs = ((keys.key, held.key), (keys.value, held.value))
             if not all(torch.equal(new[:, :, since], old[:, :, selection.n_entries :]) for new, old in pairs):
                 selection.crop(0)
             return
+        chosen_by = self._cache.chosen_by
         self._cache.clear()
         if not same_prompt:
             self._n_prompt = 0
         elif n_selected_from <= n_selectable:
-            self._cache.select(keys.until(n_selected_from), request)
+            self._cache.chosen_by = chosen_by
+            self._cache.select(keys.until(n_selected_from))
 
     def _remember(self, selection: SelectionState, keys: CachedKeys) -> None:
         """Keep keys and values that identify the text: a few of its prompt, and all later ones selected from."""
@@ -402,16 +391,16 @@ class ExternalCache(threading.local):
         size = min(_PROBES, n_prompt)
         probes = torch.linspace(0, n_prompt - 1, size, dtype=torch.float64, device=key.device).round().long()
         later = torch.arange(n_prompt, selection.n_selected_from, dtype=torch.int64, device=key.device)
-        self._n_probes, self._places = size, torch.cat((probes, later))
-        self._known = [tensor.detach()[:, :, self._places] for tensor in (key, keys.value)]
+        self._n_probes, self._compared = size, torch.cat((probes, later))
+        self._known = [tensor.detach()[:, :, self._compared] for tensor in (key, keys.value)]
 
-    def _equal(self, keys: CachedKeys, n_places: int) -> bool:
-        """Whether the first `n_places` of the compared keys and values are those of the step before."""
-        places = self._places[:n_places]
-        if n_places and keys.key.shape[2] <= int(places[-1]):
+    def _equal(self, keys: CachedKeys, n_compared: int) -> bool:
+        """Whether the first `n_compared` of the compared keys and values are those of the step before."""
+        compared = self._compared[:n_compared]
+        if n_compared and keys.key.shape[2] <= int(compared[-1]):
             return False
         pairs = zip((keys.key, keys.value), self._known, strict=True)
-        return all(torch.equal(tensor[:, :, places], known[:, :, :n_places]) for tensor, known in pairs)
+        return all(torch.equal(tensor[:, :, compared], known[:, :, :n_compared]) for tensor, known in pairs)
 
 
 @dataclass(eq=False)
@@ -473,9 +462,9 @@ class SelectionState:
         """Add the tokens that came since."""
         first = self.n_selected_from + self.n_since
         if first < keys.n_keys:
-            place = first - (keys.n_keys - keys.key.shape[2])
+            offset = first - (keys.n_keys - keys.key.shape[2])
             valid = None if keys.valid is None else keys.valid[:, first:]
-            self.append(keys.key[:, :, place:], keys.value[:, :, place:], valid)
+            self.append(keys.key[:, :, offset:], keys.value[:, :, offset:], valid)
 
     def append(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         """Add new tokens; `valid [B, n]` marks padding among them."""

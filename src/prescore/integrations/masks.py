@@ -17,9 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from prescore.attention import Options, attend
 from prescore.autograd import records_gradients, without_autocast
 from prescore.call import mean_visible_keys
-from prescore.config import Exact
+from prescore.config import Config, Exact
 from prescore.errors import Unsupported
-from prescore.integrations.decode import Request
 from prescore.routed import native
 from prescore.types import Result
 
@@ -232,8 +231,12 @@ def _unless_all(valid: Tensor) -> Tensor | None:
     return None if bool(valid.all()) else valid
 
 
-def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, request: Request) -> Result:
+def prescored_under_mask(
+    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, config: Config, options: Options
+) -> Result:
     """Pre-scored attention under a causal, full or packed mask; `Unsupported` under any other.
+
+    The options say nothing of the mask.
 
     Queries that see to the end of a block, such as an image, are exact; all others are as under a causal mask.
     """
@@ -241,25 +244,17 @@ def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskFo
         raise Unsupported("pre-scored attention", [NO_STRUCTURE])
     key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
     if form.starts is not None:
-        return _per_segment(query, key, value, form, form.starts, request)
+        return _per_segment(query, key, value, form, form.starts, config, options)
     if form.reach is not None:
-        return _ahead(query, key, value, form, form.reach, request)
+        return _ahead(query, key, value, form, form.reach, config, options)
     dropout_seed = None
-    if request.dropout:
+    if options.dropout_p:
         # the one exception to "no global seed is read": `torch.manual_seed` reproduces a training run, and
         # gradient checkpointing restores torch's generator, and no other, before it computes a layer again
         dropout_seed = int(torch.randint(_SEEDS, (), dtype=torch.int64, device="cpu"))
-    options = Options(
-        is_causal=form.kind == "causal",
-        key_padding_mask=form.valid,
-        scale=request.scale,
-        generator=request.seed,
-        dropout_p=request.dropout,
-        dropout_generator=dropout_seed,
-        backend=request.backend,
-        key_index=request.key_index,
-    )
-    return attend(query, key, value, request.config, options)
+    is_causal = form.kind == "causal"
+    options = options._replace(is_causal=is_causal, key_padding_mask=form.valid, dropout_generator=dropout_seed)
+    return attend(query, key, value, config, options)
 
 
 def exact_under_mask(
@@ -336,10 +331,12 @@ def _ranges(form: MaskForm, n_before: int, window: int, device: torch.device) ->
     return torch.maximum(start, first), torch.minimum(stop, first + count)
 
 
-def _ahead(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, reach: Tensor, request: Request) -> Result:
+def _ahead(
+    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, reach: Tensor, config: Config, options: Options
+) -> Result:
     """Causal attention, and exact attention for the queries that see later keys."""
     n_query = query.shape[2]
-    causal = prescored_under_mask(query, key, value, replace(form, kind="causal", reach=None), request)
+    causal = prescored_under_mask(query, key, value, replace(form, kind="causal", reach=None), config, options)
     ahead = reach > torch.arange(form.n_keys - n_query, form.n_keys, dtype=torch.int64, device=query.device)
     output = causal.output
     for first in range(0, n_query, _WINDOW_BLOCK):
@@ -348,14 +345,14 @@ def _ahead(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, reach: Ten
         if not len(some):
             continue
         mask = rebuild(form, first, first + block.shape[1], n_query, query.device)[:, None, some - first]
-        exact = _masked(query[:, :, some], key, value, mask, request.scale, request.dropout)
+        exact = _masked(query[:, :, some], key, value, mask, options.scale, options.dropout_p)
         chosen = torch.where(ahead[:, None, some, None], exact, output[:, :, some])
         output = output.index_copy(2, some, chosen)
     return replace(causal, output=output)
 
 
 def _per_segment(
-    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, starts: Tensor, request: Request
+    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, starts: Tensor, config: Config, options: Options
 ) -> Result:
     """Packed sequences become a right-padded batch of sequences, and come back."""
     places, valid = _segments(starts, form.valid)
@@ -364,8 +361,8 @@ def _per_segment(
         return tensor.transpose(1, 2).flatten(0, 1)[places].transpose(1, 2)
 
     alone = MaskForm("causal", places.shape[1], valid=_unless_all(valid))
-    request = request._replace(key_index=None)  # that of the unpacked keys
-    attended = prescored_under_mask(apart(query), apart(key), apart(value), alone, request)
+    options = options._replace(key_index=None)  # that of the unpacked keys
+    attended = prescored_under_mask(apart(query), apart(key), apart(value), alone, config, options)
     output = attended.output.transpose(1, 2)[valid]
     batch, n_heads, n_query, _ = query.shape
     back = output.new_zeros(batch * n_query, n_heads, value.shape[-1])

@@ -1,4 +1,4 @@
-"""The engine of `Routed`: split a call into sequences that start together, build the key index, attend, count.
+"""The engine of `Routed`: build the key index, attend, count; a padded batch sequence by sequence.
 
 Why each part is there, with measurements in docs/default.md: *local keys*, because nearby tokens are read by
 almost every head; *sinks*, because the first keys draw mass from every query and are lost in any mean; *keys found
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +22,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from prescore.autograd import records_gradients
-from prescore.call import Call
+from prescore.call import Call, mean_visible_keys
 from prescore.config import Routed
 from prescore.ops.operators import accumulation_dtype, readable
 from prescore.ops.parts import fold_lse_gradient
 from prescore.routed import native, plain, reference
 from prescore.routed.backends import BACKENDS, build_index, pick_backend
 from prescore.routed.index import SUMMED, GrowingIndex, KeyIndex
-from prescore.routed.layout import Layout, View, make_layout, why_exact
+from prescore.routed.layout import Layout, View, make_layout, make_view, why_exact
 from prescore.routed.native.library import loaded_level
 from prescore.types import Attended, Reads, Result, Selection, Values
 
@@ -44,23 +45,26 @@ _MEANS = ("keys_per_query", "centroids_per_query", "keys_compared", "far_keys_re
 def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Result:
     """Run routed attention; with `explain` also return what could be read, and all stats."""
     begin = time.perf_counter()
-    if call.is_causal and call.valid is None:
+    layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
+    reason = why_exact(config, call.n_query, call.n_keys, is_causal=call.is_causal)
+    if call.valid is None:
         part = _attend(call, config)
-    elif isinstance(call.query_start, int):
-        part = _same_start(call, config, _gaps(call))
+    elif isinstance(call.query_start, int) and (reason or not len(call.valid)):
+        part = _attend_exactly(call)
     else:
-        part = _by_start(call, config, _gaps(call))
-    count_means, reason = part.count_means, why_exact(config, call.n_query, call.n_keys, is_causal=call.is_causal)
+        part = _attend_padded(call, config, call.valid)
+    count_means = part.count_means
 
     def count_reads() -> Reads:
         means = count_means()
         return Reads(means["keys_per_query"], means["centroids_per_query"])
 
+    stats: Values = {**asdict(layout), "exact_queries": layout.n_query if reason else layout.n_exact, **part.stats}
     if not explain:
-        return Result(*part.attended, count_reads, part.stats, why_exact=reason)
+        return Result(*part.attended, count_reads, stats, why_exact=reason)
     stats = {
         "backend": call.operator.name,
-        **part.stats,
+        **stats,
         **count_means(),
         "keys_selected": call.mean_keys(),
         "seconds": {"attending": time.perf_counter() - begin},
@@ -69,7 +73,7 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Resul
 
 
 class _Part(NamedTuple):
-    """The result of some sequences.
+    """The result of a call without padding, or of its sequences together.
 
     Attributes:
         attended: Output and lse.
@@ -83,111 +87,61 @@ class _Part(NamedTuple):
     count_means: Callable[[], dict[str, float]]
 
 
-# --- sequences of a batch
+# --- padded batches
 
 
-def _gaps(call: Call) -> Tensor | None:
-    """`[B]`: sequences with padding between real keys; they run exactly. None = none.
-
-    Trailing padding is no gap without a causal mask, nor where each query has its own key: there it comes after
-    every real query.
-    """
-    if call.valid is None:
-        return None
-    n_real = call.valid.sum(1)
-    position = torch.arange(call.n_keys, dtype=torch.int64, device=call.valid.device)
-    gaps = (call.valid != (position < n_real[:, None])).any(1) | (n_real == 0)
-    if call.is_causal and call.n_query != call.n_keys:
-        gaps = gaps | (n_real < call.query_start + call.n_query)
-    return gaps if bool(gaps.any()) else None
-
-
-def _by_start(call: Call, config: Routed, gaps: Tensor | None) -> _Part:
-    """Queries of a padded batch that begin at different positions: one call for each position."""
-    start = torch.as_tensor(call.query_start, dtype=torch.int64, device=call.query.device)
-    parts, rows = [], []
-    for first in start.unique().tolist():
-        some = (start == first).nonzero().squeeze(1)
-        blind = min(max(0, -first), call.n_query)  # queries before the first real key see nothing
-        own = _sequences(call, some, max(0, first + call.n_query), blind, f"start {first}")
-        part = _same_start(own, config, None if gaps is None else gaps.index_select(0, some))
+def _attend_padded(call: Call, config: Routed, valid: Tensor) -> _Part:
+    """Sequence by sequence, without padding; with padding between real keys a sequence reads every key."""
+    position = torch.arange(call.n_keys, dtype=torch.int64, device=valid.device)
+    n_real, start = valid.sum(1), torch.as_tensor(call.query_start, dtype=torch.int64, device=valid.device)
+    gaps = (valid != (position < n_real[:, None])).any(1) | (n_real == 0)
+    if call.is_causal and call.n_query != call.n_keys:  # padding after the last real key
+        gaps = gaps | (n_real < start + call.n_query)
+    n_counted = torch.full_like(n_real, -1) if call.query_valid is None else call.query_valid.sum(1)
+    facts = torch.stack((n_real, start.expand_as(n_real), gaps, n_counted), dim=1).tolist()
+    # split and not sliced: the gradient of a slice is as large as the batch
+    tensors = zip(*(tensor.split(1) for tensor in (call.query, call.key, call.value, valid)), strict=True)
+    parts, weights = [], []
+    for row, (sequence, (n_real_keys, first, has_gaps, n_real_queries)) in enumerate(
+        zip(tensors, facts, strict=True)
+    ):
+        n_keys, before, stop = n_real_keys, max(0, -first), call.n_query
+        if has_gaps:
+            n_keys = max(0, first + call.n_query) if call.is_causal else call.n_keys
+        if call.is_causal:  # other queries see nothing
+            before, stop = min(before, call.n_query), min(call.n_query, n_keys - first)
+        query, key, value, mask = sequence
+        alone = replace(
+            call,
+            query=query[:, :, before:stop],
+            key=key[:, :, :n_keys],
+            value=value[:, :, :n_keys],
+            operator=call.operator.at(f"sequence {row}"),
+            valid=mask[:, :n_keys] if has_gaps else None,
+            query_start=n_keys - (stop - before) if call.is_causal else 0,
+            query_valid=None,
+            shift=None,
+            queries_moved=False,
+            key_index=None,
+        )
+        weights.append(stop - before if n_real_queries < 0 else n_real_queries)
+        part = _attend_exactly(alone) if has_gaps else _attend(alone, config, n_queries=weights[-1])
         output, lse = part.attended
-        output, lse = pad(output, (0, 0, blind, 0)), pad(lse, (blind, 0), value=-torch.inf)
-        parts.append(part._replace(attended=Attended(output, lse)))
-        rows.append(some)
-    return _joined(call, parts, rows)
-
-
-def _same_start(call: Call, config: Routed, gaps: Tensor | None) -> _Part:
-    """Sequences whose queries begin at one position; those with gaps, and short ones, read every key."""
-    if call.valid is None:
-        is_exact = not call.is_causal and why_exact(config, call.n_query, call.n_keys, is_causal=False)
-        return _attend_exactly(call, config) if is_exact else _attend(call, config)
-    exact = gaps
-    if not call.is_causal:
-        exact = _short(call, config) if gaps is None else _short(call, config) | gaps
-    if exact is None or not bool(exact.any()):
-        return _attend(call, config)
-    if bool(exact.all()):
-        part = _attend_exactly(call, config)
-    else:
-        few, many = rows = [some.nonzero().squeeze(1) for some in (exact, ~exact)]
-        short = _attend_exactly(_sequences(call, few, call.n_keys, 0, "few"), config)
-        long = _attend(_sequences(call, many, call.n_keys, 0, "many"), config)
-        part = _joined(call, [short, long], rows)
-    if gaps is not None:
-        part.stats["exact_sequences"] = int(gaps.sum())
-    return part
-
-
-def _short(call: Call, config: Routed) -> Tensor:
-    """`[B]`: sequences without a causal mask that read every key: few queries, or no full chunk of keys."""
-    layout = make_layout(call.n_query, call.n_keys, causal=False, config=config)
-    counted = _Counted.of(call)
-    n_query, n_keys = counted.real_queries().sum(1), counted.real_keys().sum(1)
-    return (n_query <= config.exact_until) | (n_keys < layout.sinks + layout.chunk_size)
-
-
-def _sequences(call: Call, rows: Tensor, n_keys: int, n_skipped: int, place: str) -> Call:
-    """Some sequences of a call, their first `n_keys` keys, and their queries after the first `n_skipped`."""
-    query, key, value = (t.index_select(0, rows) for t in (call.query, call.key, call.value))
-    valid = None if call.valid is None else call.valid.index_select(0, rows)[:, :n_keys]
-    query_valid = None if call.query_valid is None else call.query_valid.index_select(0, rows)[:, n_skipped:]
-    return replace(
-        call,
-        query=query[:, :, n_skipped:],
-        key=key[:, :, :n_keys],
-        value=value[:, :, :n_keys],
-        operator=call.operator.at(place),
-        valid=valid,
-        query_start=n_keys - (call.n_query - n_skipped) if call.is_causal else 0,
-        query_valid=query_valid,
-    )
-
-
-def _joined(call: Call, parts: list[_Part], rows: list[Tensor]) -> _Part:
-    """Results of some sequences each, as one. Stats are means over queries; the layout is the last part's."""
-    order = torch.cat(rows).argsort()
-    attended = zip(*(part.attended for part in parts), strict=True)
-    output, lse = (torch.cat(tensors).index_select(0, order) for tensors in attended)
-    all_stats, real = [part.stats for part in parts], _Counted.of(call).real_queries()
+        after = call.n_query - stop
+        filled = Attended(pad(output, (0, 0, before, after)), pad(lse, (before, after), value=-torch.inf))
+        parts.append(part._replace(attended=filled))
+    stats = {name: number for part in parts for name, number in part.stats.items()}
+    if any(has_gaps for _, _, has_gaps, _ in facts):
+        stats["exact_sequences"] = sum(has_gaps for _, _, has_gaps, _ in facts)
+    attended = Attended(*(torch.cat(rows) for rows in zip(*(part.attended for part in parts), strict=True)))
     counters = [part.count_means for part in parts]
 
     def count_means() -> dict[str, float]:
-        counts, all_means = (
-            [int(real.index_select(0, some).sum()) for some in rows],
-            [count() for count in counters],
-        )
-        totals = (sum(n * means[name] for n, means in zip(counts, all_means, strict=True)) for name in _MEANS)
-        return {name: total / max(1, sum(counts)) for name, total in zip(_MEANS, totals, strict=True)}
+        all_means = [count() for count in counters]
+        totals = {name: sum(w * m[name] for w, m in zip(weights, all_means, strict=True)) for name in _MEANS}
+        return {name: total / max(1, sum(weights)) for name, total in totals.items()}
 
-    merged = dict(all_stats[-1])
-    with_gaps = [stats["exact_sequences"] for stats in all_stats if "exact_sequences" in stats]
-    if with_gaps:
-        merged["exact_sequences"] = sum(with_gaps)
-    for stats in all_stats:  # only parts that routed know what ran
-        merged |= {name: stats[name] for name in ("backend", "native_level") if name in stats}
-    return _Part(Attended(output, lse), merged, count_means)
+    return _Part(attended, stats, count_means)
 
 
 def _visible_chunks(call: Call, config: Routed) -> list[Selection]:
@@ -208,53 +162,50 @@ def _visible_chunks(call: Call, config: Routed) -> list[Selection]:
 # --- one call
 
 
-def _attend_exactly(call: Call, config: Routed) -> _Part:
+def _attend_exactly(call: Call) -> _Part:
     """Every query of the call reads every key it may see."""
+    sizes = call.n_query, call.n_keys, call.valid, call.is_causal
+    return _Part(call.exactly("head" if call.is_causal else "few"), {}, partial(_exact_means, *sizes))
+
+
+def _attend(call: Call, config: Routed, *, n_queries: int | None = None) -> _Part:
+    """Routed attention of a call without padding; `n_queries` of its queries are real, None = all."""
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
-    stats = {**asdict(layout), "exact_queries": layout.n_query}
-    return _Part(call.exactly("few"), stats, _Counted.of(call).exact_means)
-
-
-def _attend(call: Call, config: Routed) -> _Part:
-    """Routed attention of sequences whose queries all begin at one position.
-
-    Padding may only follow the last real key, in causal mode only if Nq == Nk.
-    Without a causal mask every sequence has a full chunk.
-    """
-    layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
-    n_exact = layout.n_exact if call.query.numel() and call.key.numel() else layout.n_query
-    counted = _Counted.of(call)
-    stats, count_means = {**asdict(layout), "exact_queries": n_exact}, counted.exact_means
+    n_queries = layout.n_query if n_queries is None else n_queries
+    is_exact = why_exact(config, n_queries, call.n_keys, is_causal=call.is_causal)
+    n_exact = layout.n_exact
+    if is_exact or n_exact == layout.n_query or not call.query.numel() or not call.key.numel():
+        return _attend_exactly(call)
     backend = _backend_of(call, layout)
     # native code reads the first queries too, and faster; the operator alone has their gradients
-    n_apart = n_exact
     is_recorded = records_gradients(call.query, call.key, call.value)
-    if backend == "native" and n_exact < layout.n_query and not is_recorded:
-        n_apart = 0
-    results = []
-    if n_apart or n_exact == layout.n_query:
-        results.append(_attend_first(call, layout, n_apart))
-    if n_exact < layout.n_query:
-        parts: list[tuple[Tensor, Tensor]] = []
-        counts = torch.zeros(2, dtype=torch.float64, device=call.query.device)
-        index, n_done = _kept_index(call, layout, backend), 0
-        for batch in _head_batches(call, n_apart, backend):
-            view = _view(call, batch, layout, config, f"heads {len(parts)}", backend)
-            heads, n_done = slice(n_done, n_done + len(batch.key)), n_done + len(batch.key)
-            seen = _built_index(batch, layout, backend) if index is None else index.map(partial(_of_heads, heads))
-            inputs = (batch.query, batch.key, batch.value, *seen.tensors().values())
-            output, lse, count = _RoutedAttention.apply(view, *inputs)  # type: ignore[no-untyped-call]
-            parts.append((output, lse))
-            counts += count
-        results.append(_all_heads(call, parts))
-        count_means = partial(counted.routed_means, layout, n_exact, counts)
-        stats["backend"] = backend
-        if backend == "native":
-            stats["native_level"] = loaded_level()
+    n_apart = 0 if backend == "native" and not is_recorded else n_exact
+    results = [_attend_first(call, layout, n_apart)] if n_apart else []
+    parts: list[tuple[Tensor, Tensor]] = []
+    counts = torch.zeros(2, dtype=torch.float64, device=call.query.device)
+    index, n_done, log_inverse = (
+        _kept_index(call, layout, backend),
+        0,
+        reference.log_inverse_weight(config.min_weight),
+    )
+    for inputs in _head_batches(call, n_apart, backend):
+        query, key, value = inputs
+        operator = call.operator.at(f"heads {len(parts)}")
+        view = make_view(layout, len(key), query.shape[2], log_inverse, call.scale, operator, backend)
+        heads, n_done = slice(n_done, n_done + len(key)), n_done + len(key)
+        visible = _built_index(key, value, layout, backend) if index is None else index.map(itemgetter(heads))
+        output, lse, count = _RoutedAttention.apply(view, *inputs, *visible.tensors().values())  # type: ignore[no-untyped-call]
+        parts.append((output, lse))
+        counts += count
+    results.append(_all_heads(call, parts))
+    stats = {"backend": backend}
+    if backend == "native":
+        stats["native_level"] = loaded_level()
     attended = results[0]
     if len(results) > 1:
         attended = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
-    return _Part(attended, stats, count_means)
+    n_rows = call.query.shape[0] * call.query.shape[1]
+    return _Part(attended, stats, partial(_routed_means, layout, n_exact, n_rows, counts))
 
 
 def _backend_of(call: Call, layout: Layout) -> str:
@@ -264,13 +215,10 @@ def _backend_of(call: Call, layout: Layout) -> str:
 
 
 def _attend_first(call: Call, layout: Layout, n_exact: int) -> Attended:
-    """The first queries, which read every key they may see."""
-    query, key, value, valid = call.query[:, :, :n_exact], call.key, call.value, call.valid
-    if layout.causal:
-        stop = layout.first + n_exact
-        key, value = key[:, :, :stop], value[:, :, :stop]
-        valid = None if valid is None else valid[:, :stop]
-    return replace(call, query=query, key=key, value=value, valid=valid).exactly("head")
+    """The first queries of a causal call, which read every key they may see."""
+    stop = layout.first + n_exact
+    query, key, value = call.query[:, :, :n_exact], call.key[:, :, :stop], call.value[:, :, :stop]
+    return replace(call, query=query, key=key, value=value).exactly("head")
 
 
 def _all_heads(call: Call, parts: list[tuple[Tensor, Tensor]]) -> Attended:
@@ -280,60 +228,15 @@ def _all_heads(call: Call, parts: list[tuple[Tensor, Tensor]]) -> Attended:
     return Attended(output.reshape(*heads, *output.shape[2:]), lse.reshape(*heads, *lse.shape[2:]))
 
 
-class _HeadBatch(NamedTuple):
-    """Some KV heads: queries `[T, G, n, D]`, keys `[T, Nk, D]` and values `[T, Nk, Dv]`.
-
-    Attributes:
-        valid: `[T, Nk]` real keys; None = all are.
-        searching: `[T, n]` queries that search far keys: not padding queries, answered elsewhere. None = all do.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    valid: Tensor | None
-    searching: Tensor | None
-
-
-def _head_batches(call: Call, n_skipped: int, backend: str) -> Iterator[_HeadBatch]:
-    """Batches of KV heads with their queries after the first `n_skipped`; a long sequence goes alone."""
-    n_kv_heads = call.key.shape[1]
-    queries = call.query[:, :, n_skipped:].unflatten(1, (n_kv_heads, call.heads_per_kv)).flatten(0, 1)
+def _head_batches(call: Call, n_skipped: int, backend: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Batches of KV heads: queries `[T, G, n, D]` after the first `n_skipped`, keys `[T, Nk, D]` and values."""
+    queries = call.query[:, :, n_skipped:].unflatten(1, (call.key.shape[1], call.heads_per_kv)).flatten(0, 1)
     keys, values = (readable(tensor.flatten(0, 1)) for tensor in (call.key, call.value))
-    searching = call.query_valid[:, n_skipped:] if call.is_causal and call.query_valid is not None else None
-    masks = [None if t is None else t.repeat_interleave(n_kv_heads, dim=0) for t in (call.valid, searching)]
     most = KEY_NUMBERS_ON_DEVICE if backend == "triton" else KEY_NUMBERS_AT_ONCE
     step = max(1, most // (call.n_keys * max(keys.shape[-1], values.shape[-1])))
     for start in range(0, len(queries), step):
-        some = slice(start, start + step)
-        own = (None if mask is None else mask[some] for mask in masks)
-        yield _HeadBatch(readable(queries[some]), keys[some], values[some], *own)
-
-
-def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: str, backend: str) -> View:
-    """What the queries of a batch see: the last ones of a causal call, or all."""
-    n_heads, _, n_query, _ = batch.query.shape
-    if layout.causal:
-        position = torch.arange(layout.n_keys - n_query, layout.n_keys, dtype=torch.int64, device="cpu")[None]
-        chunks, stop = layout.far_chunks(position), position + 1
-    else:
-        chunks = layout.full_chunks(batch.valid, n_heads, torch.device("cpu")).cpu()[:, None]
-        stop = torch.full_like(chunks, layout.n_keys)
-        if batch.valid is not None:
-            stop = batch.valid.sum(1, keepdim=True).cpu()
-    start = (layout.sinks + chunks * layout.chunk_size).masked_fill(chunks == 0, 0)
-    n_clusters, start, stop = (
-        t.expand(n_heads, n_query).to(torch.int32).contiguous()
-        for t in (chunks * layout.clusters_per_chunk, start, stop)
-    )
-    if batch.searching is not None:
-        n_clusters.masked_fill_(~batch.searching.cpu(), 0)
-    clusters_per_cov = layout.clusters_per_chunk * (1 if layout.causal else layout.n_chunks)
-    log_inverse = reference.log_inverse_weight(config.min_weight)
-    return View(
-        n_clusters, start, stop, layout.causal, layout.chunk_size, clusters_per_cov, log_inverse, call.scale,
-        call.operator.at(place), backend,
-    )  # fmt: skip
+        heads = slice(start, start + step)
+        yield readable(queries[heads]), keys[heads], values[heads]
 
 
 def _kept_index(call: Call, layout: Layout, backend: str) -> KeyIndex | None:
@@ -352,20 +255,11 @@ def _kept_index(call: Call, layout: Layout, backend: str) -> KeyIndex | None:
     return replace(index, key_cov=key_cov, key_value_cov=key_value_cov)
 
 
-def _of_heads(heads: slice, tensor: Tensor) -> Tensor:
-    return tensor[heads]
-
-
-def _built_index(batch: _HeadBatch, layout: Layout, backend: str) -> KeyIndex:
-    """The key index of a batch, under the covariances that its queries read."""
-    index = build_index(batch.key, batch.value, layout, 0, backend)
-    covs = (index.key_cov, index.key_value_cov)
-    if layout.causal:
-        key_cov, key_value_cov = (reference.mean_of_prefixes(t) for t in covs)
-    else:  # all queries of a KV head see the same chunks
-        counts = layout.full_chunks(batch.valid, len(batch.key), batch.key.device)
-        key_cov, key_value_cov = (reference.mean_of_first(t, counts) for t in covs)
-    return replace(index, key_cov=key_cov, key_value_cov=key_value_cov)
+def _built_index(key: Tensor, value: Tensor, layout: Layout, backend: str) -> KeyIndex:
+    """The key index of a batch of KV heads, under the covariances that its queries read."""
+    index = build_index(key, value, layout, 0, backend)
+    mean = reference.mean_of_prefixes if layout.causal else reference.mean_of_all
+    return replace(index, key_cov=mean(index.key_cov), key_value_cov=mean(index.key_value_cov))
 
 
 class _RoutedAttention(torch.autograd.Function):
@@ -435,79 +329,22 @@ def _through_threshold(
 # --- stats
 
 
-class _Counted(NamedTuple):
-    """The queries and keys of a call that stats are about; holds no keys or values.
-
-    Attributes:
-        n_sequences, n_heads, n_query, n_keys: Of the call, with its query heads.
-        is_causal: As in the call.
-        valid, query_valid: As in the call; None = all are real.
-        device: Of the call.
-    """
-
-    n_sequences: int
-    n_heads: int
-    n_query: int
-    n_keys: int
-    is_causal: bool
-    valid: Tensor | None
-    query_valid: Tensor | None
-    device: torch.device
-
-    @classmethod
-    def of(cls, call: Call) -> _Counted:
-        n_sequences, n_heads, n_query, _ = call.query.shape
-        masks = call.valid, call.query_valid
-        return cls(n_sequences, n_heads, n_query, call.n_keys, call.is_causal, *masks, call.query.device)
-
-    def real_queries(self) -> Tensor:
-        """`[B, Nq]`: the queries that stats are about."""
-        if self.query_valid is not None:
-            return self.query_valid
-        return torch.ones((self.n_sequences, self.n_query), dtype=torch.bool, device=self.device)
-
-    def real_keys(self) -> Tensor:
-        """`[B, Nk]`."""
-        if self.valid is not None:
-            return self.valid
-        return torch.ones((self.n_sequences, self.n_keys), dtype=torch.bool, device=self.device)
-
-    def visible_keys(self) -> Tensor:
-        """`[B, Nq]` in float64: real keys that each query may see; causal queries are the last positions."""
-        valid = self.real_keys()
-        if self.is_causal:
-            return valid.cumsum(1)[:, self.n_keys - self.n_query :].double()
-        return valid.sum(1, keepdim=True).expand(-1, self.n_query).double()
-
-    def exact_means(self) -> dict[str, float]:
-        """The means where every query reads every key."""
-        return {**dict.fromkeys(_MEANS, 0.0), "keys_per_query": _mean(self.visible_keys(), self.real_queries())}
-
-    def routed_means(self, layout: Layout, n_exact: int, counts: Tensor) -> dict[str, float]:
-        """What queries read; `counts` are the keys that all of them compared, and the far keys they read.
-
-        Padding queries do not search in a causal call. Without a causal mask they are answered as others are and
-        count.
-        """
-        real = self.real_queries()
-        if layout.causal:
-            position = torch.arange(layout.n_query, dtype=torch.int64, device=real.device) + layout.first
-            chunks = layout.far_chunks(position).expand(real.shape)
-        else:
-            chunks = layout.full_chunks(self.valid, real.shape[0], real.device)[:, None].expand(real.shape)
-        routed = real[:, n_exact:]
-        n_searching = int(routed.sum()) if layout.causal else routed.numel()
-        compared, read = (counts / (self.n_heads * max(1, n_searching))).tolist()
-        share = int(routed.sum()) / max(1, int(real.sum()))
-        return {
-            "keys_compared": compared,
-            "far_keys_read": read,
-            "centroids_per_query": _mean(chunks.double(), real) * layout.clusters_per_chunk,
-            "keys_per_query": _mean(self.visible_keys() - chunks * layout.chunk_size, real) + read * share,
-        }
+def _exact_means(n_query: int, n_keys: int, valid: Tensor | None, is_causal: bool) -> dict[str, float]:
+    """What queries read that read every key."""
+    n_visible = mean_visible_keys(n_query, n_keys, valid, is_causal=is_causal)
+    return {**dict.fromkeys(_MEANS, 0.0), "keys_per_query": n_visible}
 
 
-def _mean(numbers: Tensor, mask: Tensor) -> float:
-    """Over the masked ones; 0 where there are none."""
-    some = numbers[mask]
-    return float(some.mean()) if some.numel() else 0.0
+def _routed_means(layout: Layout, n_exact: int, n_rows: int, counts: Tensor) -> dict[str, float]:
+    """What `n_rows` rows of queries read, one for each head; `counts` are the keys compared, and far keys read."""
+    n_routed = layout.n_query - n_exact
+    compared, read = (counts / (n_rows * n_routed)).tolist()
+    position = torch.arange(layout.n_query, dtype=torch.int64, device="cpu") + layout.first
+    chunks = float(layout.far_chunks(position).double().mean())
+    n_visible = mean_visible_keys(layout.n_query, layout.n_keys, None, is_causal=layout.causal)
+    return {
+        "keys_compared": compared,
+        "far_keys_read": read,
+        "centroids_per_query": chunks * layout.clusters_per_chunk,
+        "keys_per_query": n_visible - chunks * layout.chunk_size + read * n_routed / layout.n_query,
+    }

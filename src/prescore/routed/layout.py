@@ -77,12 +77,6 @@ class Layout:
         chunks = ((position - self.sinks) // self.chunk_size - 1).clamp_min(0)
         return chunks.masked_fill(position < self.exact_until, 0)
 
-    def full_chunks(self, valid: Tensor | None, n_sequences: int, device: torch.device) -> Tensor:
-        """`[n]` far chunks of sequences with real keys `valid [n, Nk]`, without a causal mask."""
-        if valid is None:
-            return torch.full((n_sequences,), self.n_chunks, dtype=torch.int64, device=device)
-        return (valid.sum(1) - self.sinks) // self.chunk_size
-
 
 @lru_cache(maxsize=64)
 def make_layout(n_query: int, n_keys: int, *, causal: bool, config: Routed) -> Layout:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
-from prescore.devices import upload
 from prescore.ops.dropout import Dropout
 from prescore.ops.operators import Operator, Tile, accumulation_dtype
 from prescore.routed.index import SUMMED, KeyIndex
@@ -417,9 +416,11 @@ def add_local_gradients(
         by_query = torch.zeros(cut[1][head].shape, dtype=wide, device=query.device)
         totals = _Chunks(*(torch.zeros(t.shape, dtype=wide, device=t.device) for t in chunks))
         for some, rows, operators in grid.strips(view, head):
-            own_grad, own_query, output, lse = (t[head, some, :, rows].contiguous() for t in cut)
-            result, tiles = Attended(output, lse.squeeze(-1)), chunks.of(some).tiles(own_query, rows, view.scale)
-            window, square = (o.backward(tile, own_grad, result) for o, tile in zip(operators, tiles, strict=True))
+            strip_grad, strip_query, output, lse = (t[head, some, :, rows].contiguous() for t in cut)
+            result, tiles = Attended(output, lse.squeeze(-1)), chunks.of(some).tiles(strip_query, rows, view.scale)
+            window, square = (
+                o.backward(tile, strip_grad, result) for o, tile in zip(operators, tiles, strict=True)
+            )
             by_query[some, :, rows] += window.query + square.query
             for total, from_window, from_square in zip(totals.of(some), window[1:], square[1:], strict=True):
                 total[:-1] += from_window[:, 0, : grid.size]
@@ -475,8 +476,8 @@ class _ChunkGrid:
 
     def add(self, rows: Tensor, chunks: Tensor) -> None:
         """Add gradients of `chunks` to those of the rows."""
-        own = rows[self.start : self.start + chunks.shape[0] * self.size]
-        own += chunks.flatten(0, 1)[: own.shape[0]]
+        changed = rows[self.start : self.start + chunks.shape[0] * self.size]
+        changed += chunks.flatten(0, 1)[: changed.shape[0]]
 
     def strips(self, view: View, head: int) -> Iterator[tuple[slice, slice, list[Operator]]]:
         """Blocks, rows and operators of each half of the blocks: in halves, less of a causal square is masked."""
@@ -492,7 +493,7 @@ class _ChunkGrid:
 
 
 class _Chunks(NamedTuple):
-    """Keys and values `[n + 1, t, D]`: chunk i comes before block i of the queries, chunk i + 1 is its own."""
+    """Keys and values `[n + 1, t, D]`: block i of the queries lies in chunk i + 1."""
 
     key: Tensor
     value: Tensor
@@ -507,44 +508,29 @@ class _Chunks(NamedTuple):
         return window, Tile(query, self.key[1:, None, rows], self.value[1:, None, rows], scale, causal=True)
 
 
-def _window(chunks: Tensor, own: int) -> Tensor:
-    """`[n + 1, t, D]` -> `[n, 1, t + own, D]`: every chunk but the last, with the first rows of the next one."""
+def _window(chunks: Tensor, n_more: int) -> Tensor:
+    """`[n + 1, t, D]` -> `[n, 1, t + n_more, D]`: every chunk but the last, with rows of the next one."""
     n_chunks, size, dim = chunks.shape
     step, *inner = chunks.stride()
-    return chunks.as_strided((n_chunks - 1, 1, size + own, dim), (step, step, *inner), chunks.storage_offset())
+    return chunks.as_strided((n_chunks - 1, 1, size + n_more, dim), (step, step, *inner), chunks.storage_offset())
 
 
 class _Tail(NamedTuple):
-    """Keys and values `[T, c, D]` after the last full chunk of each KV head, without a causal mask.
-
-    Attributes:
-        position: `[T, c]` where they are.
-        bias: `[T, c]` of 0, or -inf where a KV head has fewer; None = all have as many.
-    """
+    """Keys and values `[T, c, D]` after the last full chunk, without a causal mask; the first is at `start`."""
 
     key: Tensor
     value: Tensor
-    position: Tensor
-    bias: Tensor | None
+    start: int
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, view: View) -> _Tail:
-        first, stop = (t[:, :1].long() for t in (view.local_start, view.local_stop))
-        position = first + torch.arange(int((stop - first).max()), dtype=torch.int64, device="cpu")
-        inside = position < stop
-        hidden = None
-        if not bool(inside.all()):
-            hidden = torch.zeros(inside.shape, dtype=key.dtype, device="cpu").masked_fill(~inside, -torch.inf)
-            hidden = upload(hidden, key.device)
-        position = upload(position.clamp_max(key.shape[1] - 1), key.device)
-        key, value = (t.gather(1, position[..., None].expand(-1, -1, t.shape[-1])) for t in (key, value))
-        return cls(key, value, position, hidden)
+        start = int(view.local_start[0, 0])
+        return cls(key[:, start:], value[:, start:], start)
 
     def tile(self, query: Tensor, view: View) -> Tile:
         """All queries over them."""
-        bias = None if self.bias is None else self.bias[:, None, None].to(query.dtype)
-        return Tile(query, self.key[:, None], self.value[:, None], view.scale, bias)
+        return Tile(query, self.key[:, None], self.value[:, None], view.scale)
 
     def add(self, rows: Tensor, grads: Tensor) -> None:
-        """Add their gradients to `rows [T, N, D]`; the gradients of filler are 0."""
-        rows.scatter_add_(1, self.position[..., None].expand(-1, -1, rows.shape[-1]), grads.to(rows.dtype))
+        """Add their gradients to `rows [T, N, D]`."""
+        rows[:, self.start :] += grads

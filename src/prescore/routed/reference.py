@@ -164,11 +164,9 @@ def mean_of_prefixes(parts: Tensor) -> Tensor:
     return parts.cumsum(1) / count[:, None, None]
 
 
-def mean_of_first(parts: Tensor, counts: Tensor) -> Tensor:
-    """`[T, C, ...]` of chunks -> `[T, 1, ...]` means over the first `counts [T]` of them."""
-    inside = torch.arange(parts.shape[1], dtype=torch.int64, device=parts.device) < counts[:, None]
-    parts = parts.masked_fill(~inside[:, :, None, None], 0.0)
-    return parts.sum(1, keepdim=True) / counts[:, None, None, None]
+def mean_of_all(parts: Tensor) -> Tensor:
+    """`[T, C, ...]` of chunks -> `[T, 1, ...]` their mean: every query sees all of them."""
+    return parts.sum(1, keepdim=True) / parts.shape[1]
 
 
 def take(tensor: Tensor, positions: Tensor) -> Tensor:

@@ -94,11 +94,11 @@ class PagedIndex:
         """
         self._step += 1
         size, first, requests = self._block_size, 0, list[PagedRequest | None]()
-        written = dict[int, tuple[int, int]]()  # the places of a block that this step writes
+        written = dict[int, tuple[int, int]]()  # the slots of a block that this step writes
         for table, total, new in zip(tables, n_keys, n_new, strict=True):
             blocks = list(table[: -(-total // size)])
-            for place in range((total - new) // size, len(blocks)):
-                written[blocks[place]] = max(0, total - new - place * size), min(size, total - place * size)
+            for number in range((total - new) // size, len(blocks)):
+                written[blocks[number]] = max(0, total - new - number * size), min(size, total - number * size)
             request = None
             # the dummy batches of a server repeat one block
             if not why_exact(self.config, new, total, is_causal=True) and len(set(blocks)) == len(blocks):
@@ -123,13 +123,13 @@ class PagedIndex:
         Returns:
             `[n, Hq, Dv]`.
         """
-        sequence, held = request.sequence, request.sequence.layers.get(layer)
-        if held is None:
+        sequence, state = request.sequence, request.sequence.layers.get(layer)
+        if state is None:
             index = GrowingIndex(self._reusing(layer, sequence) if self._reuse else build_index)
             rows = self._rows(cache, sequence.blocks, 0, request.n_keys)
-            held = KVBuffer(*rows), StepAttention(self.config, scale=scale, index=index)
-            sequence.layers[layer] = held
-        buffer, steps = held
+            state = KVBuffer(*rows), StepAttention(self.config, scale=scale, index=index)
+            sequence.layers[layer] = state
+        buffer, steps = state
         if buffer.length < request.n_keys:
             buffer.append(*self._rows(cache, sequence.blocks, buffer.length, request.n_keys))
         attended = steps.attend(query.transpose(0, 1)[None], buffer.key, buffer.value)
@@ -171,10 +171,10 @@ class PagedIndex:
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of some positions, `[1, Hkv, n, D]`, through the block table."""
         first, last = begin // self._block_size, (end - 1) // self._block_size
-        own = torch.tensor(blocks[first : last + 1], dtype=torch.int64, device=cache[0].device)
+        spanned = torch.tensor(blocks[first : last + 1], dtype=torch.int64, device=cache[0].device)
         offset = first * self._block_size
         key, value = (
-            table.index_select(0, own).transpose(0, 1).flatten(1, 2)[None, :, begin - offset : end - offset]
+            table.index_select(0, spanned).transpose(0, 1).flatten(1, 2)[None, :, begin - offset : end - offset]
             for table in cache
         )
         return key, value
@@ -202,10 +202,10 @@ class PagedIndex:
             if sequence.last_step == self._step:
                 kept.append(sequence)
                 continue
-            for place, block in enumerate(sequence.blocks):
+            for number, block in enumerate(sequence.blocks):
                 if block in written:
-                    sequence.crop(place * self._block_size + written[block][0])
-                    del sequence.blocks[place + 1 :]
+                    sequence.crop(number * self._block_size + written[block][0])
+                    del sequence.blocks[number + 1 :]
                     break
             if self._step - sequence.last_step <= IDLE_STEPS and sequence.n_tokens > self.config.exact_until:
                 kept.append(sequence)
@@ -213,11 +213,11 @@ class PagedIndex:
         for block in written.keys() & self._chunks_of.keys():
             for key in [key for key in self._chunks_of[block] if self._overlaps(key, block, *written[block])]:
                 del self.chunks[key]
-                for own in key.blocks:
-                    self._chunks_of[own].discard(key)
+                for other in key.blocks:
+                    self._chunks_of[other].discard(key)
 
     def _overlaps(self, key: ChunkKey, block: int, begin: int, stop: int) -> bool:
-        """Whether places of a block, from `begin` to `stop`, belong to a chunk."""
+        """Whether slots of a block, from `begin` to `stop`, belong to a chunk."""
         first, last = self._chunk_span(key.number)
         offset = (first // self._block_size + key.blocks.index(block)) * self._block_size
         return offset + begin < last and offset + stop > first

@@ -234,13 +234,13 @@ EDITS = {
     "more centroids": lambda facts: facts["layers"][0]["selection"].update(n_centroids=12),
     "no number": lambda facts: facts["layers"][0].update(n_tokens="42"),
     "no selection": lambda facts: facts["layers"][0].update(selection=None),
-    "no request": lambda facts: facts["layers"][0].pop("request"),
+    "no configuration": lambda facts: facts["layers"][0].pop("chosen_by"),
     "another configuration": lambda facts: facts["layers"][0]["selection"].update(config={"type": "Exact"}),
-    "a type that is no configuration": lambda facts: facts["layers"][0]["request"]["config"].update(
+    "a type that is no configuration": lambda facts: facts["layers"][0]["chosen_by"]["config"].update(
         type="os.system"
     ),
     "an unknown field": lambda facts: facts["layers"][0]["selection"].update(budget=3),
-    "scale": lambda facts: facts["layers"][0]["request"].update(scale="1"),
+    "seed": lambda facts: facts["layers"][0]["chosen_by"].update(seed="1"),
     "a layer less": lambda facts: facts["layers"].pop(),
     "evict": lambda facts: facts.update(evict="yes"),
     "window": lambda facts: facts["layers"][0].update(window=9),
@@ -325,6 +325,25 @@ def test_the_cache_of_an_interrupted_forward_is_refused(model, stop, read_before
                 model(ids[:, :1], past_key_values=each)
         cache.reset()  # another text
         assert torch.equal(forward(model, ids, past_key_values=cache), forward(model, ids, past_key_values=None))
+
+
+def test_the_cache_of_an_interrupted_forward_goes_back_when_apply_ends(model):
+    """Nothing looks at the lengths of its layers any more."""
+    ids = WHOLE[:1, :61]
+    cache = PrescoredCache(model.config)
+    with prescore.apply(model, COARSE):
+        forward(model, ids[:, :60], past_key_values=cache)
+        hook = model.model.layers[1].register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, ids[:, 60:], past_key_values=cache)
+        hook.remove()
+        assert [layer.get_seq_length() for layer in cache.layers] != [60] * len(cache.layers)
+    assert [layer.get_seq_length() for layer in cache.layers] == [60] * len(cache.layers)
+    alike = PrescoredCache(model.config)
+    with prescore.apply(model, COARSE):
+        forward(model, ids[:, :60], past_key_values=alike)
+    got, expected = (forward(model, ids[:, 60:], past_key_values=each) for each in (cache, alike))
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("family", ["Jamba", "Lfm2"])

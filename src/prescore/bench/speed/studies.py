@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prescore import checks
-from prescore.attention import prescored_attention
+from prescore.attention import Options, prescored_attention
 from prescore.bench.methods import Baseline, Local, Sizes, parse_method
 from prescore.bench.records import Row, Values
 from prescore.bench.speed.heads import SavedHeads, heads_at_lengths
@@ -28,7 +28,7 @@ from prescore.bench.speed.timing import (
     timed,
 )
 from prescore.config import Config, Routed
-from prescore.integrations.decode import CachedKeys, LayerCache, Request
+from prescore.integrations.decode import CachedKeys, LayerCache
 
 METHODS = ("hyper", "paper:kmeans", "paper:kmedian", "paper:leverage", "default")
 LENGTHS, QUICK_LENGTHS = tuple(2**power for power in range(10, 16)), (1024, 2048, 4096)
@@ -224,7 +224,7 @@ def measure_steps(config: Values, seed: int, saved: SavedHeads | None = None) ->
     reads every key once.
     """
     (query, key, value), scale = make_inputs(config, seed, saved)
-    n, n_steps, decoder, request = config["n"], config["repeats"], LayerCache(), Request(Routed(), scale)
+    n, n_steps, decoder = config["n"], config["repeats"], LayerCache()
     if n <= n_steps:
         raise ValueError(f"n must be more than the {n_steps} steps, got {n}")
     times: dict[str, list[float]] = {EXACT: [], "packed": [], "routed": []}
@@ -235,7 +235,7 @@ def measure_steps(config: Values, seed: int, saved: SavedHeads | None = None) ->
         times["packed"].append(seconds(partial(packed_step, newest, scale)))
         spent, exact = timed(partial(exact_call, newest, False, scale))
         times[EXACT].append(spent)
-        spent, (output, n_reads, path) = timed(partial(_routed_step, decoder, newest, request))
+        spent, (output, n_reads, path) = timed(partial(_routed_step, decoder, newest, scale))
         times["routed"].append(spent)
         outputs[EXACT].append(exact)
         outputs["routed"].append(output)
@@ -268,10 +268,10 @@ def packed_step(newest: Inputs, scale: float | None) -> Tensor:
     return scaled_dot_product_attention(packed, key, value, scale=scale).flatten(1, 2)[:, :, None]
 
 
-def _routed_step(decoder: LayerCache, newest: Inputs, request: Request) -> tuple[Tensor, float, str]:
+def _routed_step(decoder: LayerCache, newest: Inputs, scale: float | None) -> tuple[Tensor, float, str]:
     """Output, keys and centroids read, and the path of a step, as a layer with a cache takes it."""
     query, key, value = newest
-    step = decoder.step(query, CachedKeys(key, value, None, key.shape[2]), request)
+    step = decoder.step(query, CachedKeys(key, value, None, key.shape[2]), Routed(), Options(scale=scale))
     if step.result is None:
-        return exact_call(newest, False, request.scale), float(key.shape[2]), step.path
+        return exact_call(newest, False, scale), float(key.shape[2]), step.path
     return step.result.output, sum(step.result.count_reads()), step.path

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 from prescore import checks
 from prescore.config import config_from_dict
 from prescore.errors import Unsupported
-from prescore.integrations.decode import KVBuffer, LayerCache, Request, SelectionState, keeps_selection
+from prescore.integrations.decode import KVBuffer, LayerCache, SelectionState, keeps_selection
 from prescore.ops.operators import accumulation_dtype
 from prescore.types import Values
 
@@ -33,7 +33,7 @@ NAMES = {NAME}
 """Every name under which transformers calls our attention; a kernel has that of its repository."""
 CACHE_ARGUMENT = "prescore_cache"
 """By this name an attention module gets its cache once more, and passes it on to the attention function."""
-_FORMAT = "prescore-cache-3"
+_FORMAT = "prescore-cache-4"
 
 
 class PrescoredCache(DynamicCache):
@@ -239,7 +239,7 @@ def pass_cache(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tupl
 
 def find_cache(args: tuple[Any, ...], kwargs: Values) -> Cache | None:
     """The cache among the arguments of a forward, whatever its name."""
-    return next((each for each in (*kwargs.values(), *args) if isinstance(each, Cache)), None)
+    return next((value for value in (*kwargs.values(), *args) if isinstance(value, Cache)), None)
 
 
 def layer_of(module: nn.Module, key: Tensor, value: Tensor, cache: Cache | None) -> PrescoredLayer | None:
@@ -313,13 +313,23 @@ def _copied(state: Any) -> Any:
 
 def check_equal_lengths(cache: Cache) -> None:
     """Refuse a cache whose last forward was interrupted: its first layers hold more tokens than the others."""
-    lengths = {layer.cache.n_tokens for layer in cache.layers if isinstance(layer, PrescoredLayer)}
+    lengths = _lengths(cache)
     if len(lengths) > 1:
         got = " and ".join(map(str, sorted(lengths)))
         raise ValueError(
             f"past_key_values must hold as many tokens in every layer, got {got} after an interrupted forward: "
             "make a new cache"
         )
+
+
+def take_back(cache: Cache, go_back: Callable[[], None]) -> None:
+    """Go back to what an interrupted cache held before its last forward, if layers miss tokens since."""
+    if len(_lengths(cache)) > 1:
+        go_back()
+
+
+def _lengths(cache: Cache) -> set[int]:
+    return {layer.cache.n_tokens for layer in cache.layers if isinstance(layer, PrescoredLayer)}
 
 
 def cache_report(cache: Cache) -> Values:
@@ -372,9 +382,10 @@ def _save_layer(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Values:
     if not isinstance(layer, PrescoredLayer):
         raise TypeError(f"cache layers must be pre-scored or sliding to be saved, got {kind.__name__}")
     cache, selection = layer.cache, layer.cache.selection
-    entry: Values = {"n_tokens": cache.n_tokens, "request": None, "selection": None}
-    if cache.request is not None:
-        entry["request"] = {**cache.request._asdict(), "config": cache.request.config.to_dict()}
+    entry: Values = {"n_tokens": cache.n_tokens, "chosen_by": None, "selection": None}
+    if cache.chosen_by is not None:
+        config, seed = cache.chosen_by
+        entry["chosen_by"] = {"config": config.to_dict(), "seed": seed}
     if cache.valid is not None:
         tensors[f"{prefix}valid"] = cache.valid.clone()  # all layers share one
     if cache.buffer is not None:
@@ -402,12 +413,10 @@ def _load_layer(entry: Values, prefix: str, tensors: dict[str, Tensor], settings
     restored = PrescoredLayer(settings)
     cache = restored.cache
     cache.n_tokens, cache.buffer, cache.valid = n_tokens, buffer, tensors.pop(f"{prefix}valid", None)
-    if entry["request"] is not None:
-        request = Request(**{**entry["request"], "config": config_from_dict(entry["request"]["config"])})
-        checks.number("scale", 1.0 if request.scale is None else request.scale)
-        checks.number("dropout", request.dropout, minimum=0.0, maximum=1.0)
-        _require(type(request.seed) is int, f"the seed {request.seed!r}")
-        cache.request = request
+    if entry["chosen_by"] is not None:
+        seed = entry["chosen_by"]["seed"]
+        _require(type(seed) is int, f"the seed {seed!r}")
+        cache.chosen_by = config_from_dict(entry["chosen_by"]["config"]), seed
     selected = _load_buffer(f"{prefix}selection.", tensors)
     _require((selected is None) == (entry["selection"] is None), "half of a selection")
     if selected is not None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from prescore.integrations.transformers.cache import (
     check_equal_lengths,
     find_cache,
     save_point,
+    take_back,
     upgrade,
 )
 from prescore.integrations.transformers.parallel import ContextParallel, ContextParallelAttention
@@ -34,6 +36,8 @@ from prescore.types import Values
 _NO_LAYER = -1
 _SAVE_POINT = "_prescore_save_point"
 """Of a cache whose forward is running: the module, and what goes back; None = the forward was interrupted."""
+_RUNNING: WeakSet[Cache] = WeakSet()
+"""Caches whose forward has begun and not ended."""
 _ABOVE_APPLY = 5  # frames between a warning and the call of `prescore.apply`
 
 
@@ -50,7 +54,7 @@ def layers(model: nn.Module) -> dict[int, str]:
     modules = _interface_modules(model)
     names = [name for name, module in modules.items() if _is_causal(module)]
     names = names or [name for name, module in modules.items() if not _is_cross_attention(module)]
-    if not names or not all(each._can_set_attn_implementation() for each in _outermost(model)):
+    if not names or not all(inner._can_set_attn_implementation() for inner in _outermost(model)):
         raise Unsupported(
             f"apply on {type(model).__name__}",
             ["its attention does not go through transformers' attention interface, so nothing would change"],
@@ -62,7 +66,7 @@ def layers(model: nn.Module) -> dict[int, str]:
 
 def obstacles(model: nn.Module) -> dict[int, list[str]]:
     """What layers ask for in every call that pre-scored attention cannot do, by number; local ones stay exact."""
-    found: dict[int, list[str]] = {}
+    reasons: dict[int, list[str]] = {}
     local = _local_layers(model)
     for number, module_name in layers(model).items():
         if number in local:
@@ -71,8 +75,8 @@ def obstacles(model: nn.Module) -> dict[int, list[str]]:
         for name, reason in UNSUPPORTED.items():
             passed = re.search(rf"\b{name}=(?:self\.(\w+)|(?!None)\w+)", _forward_source(type(module)))
             if passed and (passed[1] is None or getattr(module, passed[1], None) is not None):
-                found.setdefault(number, []).append(reason)
-    return found
+                reasons.setdefault(number, []).append(reason)
+    return reasons
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
@@ -85,8 +89,8 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
         attached[module] = Patch(functions.get(number, original_attention), number)
 
     def switch() -> None:
-        for each in _outermost(model):
-            each.set_attn_implementation(NAME)
+        for inner in _outermost(model):
+            inner.set_attn_implementation(NAME)
 
     return attach_patches(attached, model.modules(), switch)
 
@@ -95,12 +99,14 @@ def prepare(model: nn.Module, configs: Mapping[int, Config]) -> Undo:
     """Let caches hold selections, and warn when no chosen layer would select anything; returns the undo."""
     chosen = [number for number, config in configs.items() if not isinstance(config, Exact)]
     _warn_if_all_local(model, chosen)
+    hooked = [module for module in model.modules() if _is_pretrained(module)] if chosen else []
     with ExitStack() as undo:
-        for module in model.modules() if chosen else ():
-            if _is_pretrained(module):
-                undo.callback(module.register_forward_pre_hook(_before, with_kwargs=True).remove)
-                hook = module.register_forward_hook(_after, with_kwargs=True, always_call=True)
-                undo.callback(hook.remove)
+        if hooked:
+            undo.callback(_end_forwards, {id(module) for module in hooked})
+        for module in hooked:
+            undo.callback(module.register_forward_pre_hook(_before, with_kwargs=True).remove)
+            hook = module.register_forward_hook(_after, with_kwargs=True, always_call=True)
+            undo.callback(hook.remove)
         return undo.pop_all().close
 
 
@@ -113,8 +119,8 @@ def replace_context_parallel(
     """
     parallel = ContextParallel(group)
     by_layer: dict[int, Attend] = {
-        number: each if callable(each) else ContextParallelAttention(each, parallel)
-        for number, each in functions.items()
+        number: function if callable(function) else ContextParallelAttention(function, parallel)
+        for number, function in functions.items()
     }
     exact = ContextParallelAttention(Exact(), parallel)
     with ExitStack() as undo:
@@ -158,6 +164,7 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tuple[t
             check_equal_lengths(cache)
         if owner in (None, id(module)):  # else the forward of a model around this one is running
             vars(cache)[_SAVE_POINT] = id(module), save_point(cache)
+            _RUNNING.add(cache)
     if cache is not None or own_caches or module.training or getattr(config, "is_encoder_decoder", False):
         return None
     use_cache = kwargs.get("use_cache")
@@ -170,8 +177,8 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tuple[t
 def _own_caches(module: nn.Module) -> tuple[type, ...]:
     """Cache classes of the model's file, such as MiniMax's: the model takes no other, so they stay."""
     file = sys.modules[type(module).__module__]
-    classes = [each for each in vars(file).values() if isinstance(each, type) and issubclass(each, Cache)]
-    return tuple(each for each in classes if each.__module__ == file.__name__)
+    classes = [kind for kind in vars(file).values() if isinstance(kind, type) and issubclass(kind, Cache)]
+    return tuple(kind for kind in classes if kind.__module__ == file.__name__)
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: Values, output: Any) -> None:
@@ -179,18 +186,32 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: Values, output: Any
     if torch.compiler.is_compiling():
         return
     cache = find_cache(args, kwargs)
-    owner, go_back = (None, None) if cache is None else vars(cache).get(_SAVE_POINT, (None, None))
+    if cache is None:
+        return
+    owner, go_back = vars(cache).get(_SAVE_POINT, (None, None))
     if owner == id(module) and go_back is not None:
         del vars(cache)[_SAVE_POINT]
+        _RUNNING.discard(cache)
         if output is None:
             go_back()
+
+
+def _end_forwards(modules: set[int]) -> None:
+    """When hooks are removed, take back forwards that Ctrl-C ended: nothing checks their caches any more."""
+    for cache in list(_RUNNING):
+        owner, go_back = vars(cache).get(_SAVE_POINT, (None, None))
+        if owner in modules:
+            _RUNNING.discard(cache)
+            del vars(cache)[_SAVE_POINT]
+            if go_back is not None:
+                take_back(cache, go_back)
 
 
 def _outermost(model: nn.Module) -> list[Any]:
     """The outermost models of transformers: the model itself, or those inside a wrapper."""
     if _is_pretrained(model):
         return [model]
-    return [each for child in model.children() for each in _outermost(child)]
+    return [inner for child in model.children() for inner in _outermost(child)]
 
 
 def _is_pretrained(module: nn.Module) -> bool:

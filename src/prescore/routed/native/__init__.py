@@ -482,14 +482,14 @@ def attend_ranges(
     heads_per_kv = batch * heads // n_heads
     output, lse = empty(n_heads, heads_per_kv, length, value.shape[-1]), empty(n_heads, heads_per_kv, length)
     counts, visible = empty(2, dtype=torch.int64), empty(n_heads, length, dtype=torch.int32).zero_()
-    begin, end = (each.expand(batch, -1).repeat_interleave(key.shape[1], 0) for each in (start, stop))
+    begin, end = (bound.expand(batch, -1).repeat_interleave(key.shape[1], 0) for bound in (start, stop))
     check_rows("query", query, n_heads * heads_per_kv)
     _check_keys(key, value, n_heads, WIDTH)
     ranges = (("start", begin), ("stop", end))
     check_tensors([Expected(name, tensor, (n_heads, length), torch.int32) for name, tensor in ranges])
-    if dim != key.shape[-1] or _range(begin)[0] < 0 or _range(end)[1] > n_keys:
-        found = _range(begin)[0], _range(end)[1]
-        raise ValueError(f"queries must read {n_keys} keys of {dim} dimensions, got {key.shape} from {found}")
+    bounds = _range(begin)[0], _range(end)[1]
+    if dim != key.shape[-1] or bounds[0] < 0 or bounds[1] > n_keys:
+        raise ValueError(f"queries must read {n_keys} keys of {dim} dimensions, got {key.shape} from {bounds}")
     call = RoutedCall(
         **{"kv_heads": n_heads, "n_query": heads_per_kv * length, "length": length, "dim": dim, "scale": scale},
         **{"value_dim": value.shape[-1], "cluster_size": WIDTH, "clusters_per_cov": 1},

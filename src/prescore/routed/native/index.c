@@ -1,5 +1,5 @@
 /* The key index of chunks: a balanced tree by bisection, centroids, subclusters, int8 keys, covariances. One chunk of one KV head
- * is a thread's job. Computes what `build_clusters` in routed/reference.py does. */
+ * is a thread's job. Computes what `build_index` in routed/reference.py does. */
 #include "int8.h"
 #include "routed.h"
 
