@@ -10,7 +10,7 @@ from prescore.routed import native
 from prescore.routed.backends import build_index as build_new_chunks
 from prescore.routed.index import GrowingIndex
 from prescore.routed.layout import make_layout, why_exact
-from prescore.routed.reference import build_index, int8_logits, quantize_keys
+from prescore.routed.reference import build_index, int8_logits, mean_of_prefixes, quantize_keys
 from prescore.routed.tree import bisection_tree
 
 SMALL = Routed(cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
@@ -173,3 +173,14 @@ def test_a_growing_index_holds_no_sums_of_earlier_chunks():
     index.extend(key, key, make_layout(1, 200, causal=True, config=SMALL), backend="plain")
     assert index._sums[0].shape == (2, 1, 8, 8)
     assert [sums.untyped_storage().nbytes() for sums in index._sums] == [8 * 2 * 8 * 8] * 2  # float64
+
+
+def test_the_means_of_a_growing_index_are_those_of_one_call_to_the_bit():
+    key = normal(1, 2, 700, 8).float() + 3
+    index = GrowingIndex(build_new_chunks)
+    for n in range(100, 701, 30):
+        layout = make_layout(1, n, causal=True, config=SMALL)
+        grown = index.extend(key[:, :, :n], key[:, :, :n], layout, backend="plain").key_cov[:, -1]
+    built = build_new_chunks(key, key, layout, 0, "plain").key_cov
+    assert built.shape[1] > 10
+    assert torch.equal(grown, mean_of_prefixes(built)[:, -1])
