@@ -137,8 +137,8 @@ BREAKS = {
         ("stricter search", "return distance[..., None].masked", "return (distance + 0.5)[..., None].masked"),
         ("threshold without gradients", "(shares - shares.detach())", "0 * shares"),
     ],
-    ("reference.py", "full padded"): [
-        ("covariance of padded chunks", "parts.masked_fill(~inside", "parts.masked_fill(False & ~inside"),
+    ("reference.py", "full"): [
+        ("mean of one chunk too many", "/ parts.shape[1]\n", "/ (parts.shape[1] + 1)\n"),
     ],
     ("reference.py", "stats"): [
         ("wrong count of int8 keys", "+ near.sum() * n_subclusters", "+ 0 * near.sum()"),
@@ -160,14 +160,18 @@ BREAKS = {
         ("own chunk not causal", "scale, causal=True)", "scale, causal=False)"),
         ("own keys without gradients", "rows] += from_square[:, 0]", "rows] += 0 * from_square[:, 0]"),
     ],
-    ("plain.py", "full padded"): [
-        ("padding weighs", "if not bool(inside.all()):", "if False:"),
+    ("plain.py", "full"): [
+        (
+            "the first local key is lost",
+            "start = int(view.local_start[0, 0])\n        return",
+            "start = int(view.local_start[0, 0]) + 1\n        return",
+        ),
     ],
     ("attention.py", "holes"): [
-        ("gaps overlooked", "return gaps if bool(gaps.any()) else None", "return None"),
+        ("gaps overlooked", "gaps, n_counted), dim=1)", "gaps & False, n_counted), dim=1)"),
     ],
     ("attention.py", "batch"): [
-        ("sequences in another order", "torch.cat(rows).argsort()", "torch.cat(rows)"),
+        ("sequences in another order", "torch.cat(rows) for rows", "torch.cat(rows[::-1]) for rows"),
     ],
     ("attention.py", "causal"): [
         (
@@ -178,14 +182,14 @@ BREAKS = {
         ("lse without a gradient", "grad, output = fold_lse_gradient(", "_ = fold_lse_gradient("),
     ],
     ("attention.py", "stats"): [
-        ("far keys counted as local", "- chunks * layout.chunk_size, real", "- 0 * chunks, real"),
+        ("far keys counted as local", "- chunks * layout.chunk_size + read", "- 0 * chunks + read"),
     ],
     ("layout.py", "causal"): [
         ("the first covariance for all", "(n_clusters - 1) //", "0 * (n_clusters - 1) //"),
         ("one chunk less is far", "// self.chunk_size - 1).clamp", "// self.chunk_size - 2).clamp"),
     ],
     ("layout.py", "full padded"): [
-        ("one full chunk less", "(valid.sum(1) - self.sinks) //", "(valid.sum(1) - 20) //"),
+        ("one full chunk less", "else rest // chunk_size", "else rest // chunk_size - 1"),
     ],
     ("layout.py", "native forward"): [
         ("exact queries route", "position < self.exact_until, 0)", "position < 0, 0)"),
