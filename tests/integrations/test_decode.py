@@ -88,7 +88,7 @@ def test_a_first_step_is_prescored_attention_over_all_keys(qkv, changes):
     mask = torch.ones(2, 51, dtype=torch.bool)
     mask[0, :7] = False
     config = SELECTED.replace(**changes)
-    got = output(LayerCache(refresh_every=1), qkv, 51, 1, config, mask, scale=0.4, seed=5)
+    got = output(LayerCache(refresh_every=1), qkv, 51, 1, config, mask, scale=0.4, generator=5)
     options = {"key_padding_mask": mask, "scale": 0.4, "generator": 5}
     expected = prescored_attention(query[:, :, -1:], key, value, config, **options)
     torch.testing.assert_close(got, expected, **FLOAT32)
