@@ -93,7 +93,8 @@ class _Part(NamedTuple):
 def _attend_padded(call: Call, config: Routed, valid: Tensor) -> _Part:
     """Sequence by sequence, without padding; with padding between real keys a sequence reads every key."""
     position = torch.arange(call.n_keys, dtype=torch.int64, device=valid.device)
-    n_real, start = valid.sum(1), torch.as_tensor(call.query_start, dtype=torch.int64, device=valid.device)
+    n_real = valid.sum(1)
+    start = call.query_start if isinstance(call.query_start, Tensor) else torch.full_like(n_real, call.query_start)
     gaps = (valid != (position < n_real[:, None])).any(1) | (n_real == 0)
     if call.is_causal and call.n_query != call.n_keys:  # padding after the last real key
         gaps = gaps | (n_real < start + call.n_query)
