@@ -229,7 +229,7 @@ WRONG_NUMBER, OTHER_BATCH = rf"assert .* <= {CLOSE}", "must be of as many sequen
 BREAKS = {
     "a crop keeps the selection": (
         Break("integrations.decode", "self.selection.crop(n_tokens - self.selection.n_selected_from)", "pass"),
-        WRONG_NUMBER,
+        f"{WRONG_NUMBER}|path must be a file of PrescoredCache.save",
     ),
     "the selection is not reordered": (
         Break("integrations.decode", "self.selection.buffer.take(sequences)", "pass"),
