@@ -89,6 +89,7 @@ def sm_80(monkeypatch):
     monkeypatch.setattr(triton, "missing", lambda: "")
     monkeypatch.setattr(triton, "target_of", lambda device: "" if device.type == "cpu" else "sm_80")
     monkeypatch.setitem(triton.GAINS_FROM, "sm_80", 32768)
+    monkeypatch.setattr("prescore.routed.device_check.disagreement", lambda *_: "")
     return monkeypatch
 
 

@@ -60,7 +60,13 @@ def auto_config(
         return Exact(), f"triton: no length is known from which it is faster than exact attention on {target}"
     config = config.replace(exact_until=max(config.exact_until, least))
     if not why_exact(config, *sizes, is_causal=is_causal):
-        return config, ""
+        from prescore.routed.device_check import disagreement  # it runs the engine, which imports this module
+
+        heads_per_kv = query.shape[1] // key.shape[1]
+        cluster_size = make_layout(1, 1, causal=True, config=config).cluster_size
+        sizes_of_head = query.shape[-1], value.shape[-1], heads_per_kv, cluster_size
+        reason = disagreement(query.device, query.dtype, *sizes_of_head)
+        return (Exact(), f"triton: {reason}") if reason else (config, "")
     return Exact(), f"triton: up to {config.exact_until} keys exact attention is faster on {target}, by a model"
 
 
