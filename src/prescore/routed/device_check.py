@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,12 +53,14 @@ def _inputs(
     device: torch.device, dtype: torch.dtype, dim: int, value_dim: int, heads_per_kv: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys in groups, of which queries look for single ones; drawn on the CPU, so that devices get the same."""
-    draw = torch.Generator().manual_seed(0)
-    key, value = (torch.randn(1, 2, N_KEYS, size, generator=draw) for size in (dim, value_dim))
-    key = key + 2 * torch.randn(16, dim, generator=draw)[torch.arange(N_KEYS) * 16 // N_KEYS]
+    draw = torch.Generator("cpu").manual_seed(0)
+    options: dict[str, Any] = {"generator": draw, "dtype": torch.float32, "device": "cpu"}
+    key, value = (torch.randn(1, 2, N_KEYS, size, **options) for size in (dim, value_dim))
+    group = torch.arange(N_KEYS, dtype=torch.int64, device="cpu") * 16 // N_KEYS
+    key = key + 2 * torch.randn(16, dim, **options)[group]
     target = key.repeat_interleave(heads_per_kv, dim=1)
-    target = target[:, :, torch.randint(N_KEYS, (N_KEYS,), generator=draw)]
-    query = 0.5 * target + torch.randn(target.shape, generator=draw)
+    looked_for = torch.randint(N_KEYS, (N_KEYS,), generator=draw, dtype=torch.int64, device="cpu")
+    query = 0.5 * target[:, :, looked_for] + torch.randn(target.shape, **options)
     return query.to(device, dtype), key.to(device, dtype), value.to(device, dtype)
 
 
