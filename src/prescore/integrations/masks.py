@@ -254,7 +254,23 @@ def prescored_under_mask(
         dropout_seed = int(torch.randint(_SEEDS, (), dtype=torch.int64, device="cpu"))
     is_causal = form.kind == "causal"
     options = options._replace(is_causal=is_causal, key_padding_mask=form.valid, dropout_generator=dropout_seed)
-    return attend(query, key, value, config, options)
+    result = attend(query, key, value, config, options)
+    return replace(result, output=_with_last(result.output, query, key, value, form, options.scale))
+
+
+def _with_last(
+    output: Tensor, query: Tensor, key: Tensor, value: Tensor, form: MaskForm, scale: float | None
+) -> Tensor:
+    """The last query reads all real keys where it is padding, as under the model's own mask.
+
+    `generate` takes the first new token of a right-padded prompt from there. Other padding queries give 0.
+    """
+    valid = form.valid
+    if form.kind != "causal" or valid is None or bool(valid[:, -1].all()):
+        return output
+    last = _masked(query[:, :, -1:], key, value, valid[:, None, None], scale, 0.0)
+    is_padding = (~valid[:, -1] & valid.any(1))[:, None, None, None]
+    return torch.cat((output[:, :, :-1], torch.where(is_padding, last, output[:, :, -1:])), dim=2)
 
 
 def exact_under_mask(
@@ -278,7 +294,8 @@ def exact_under_mask(
         return output.reshape(*query.shape[:3], value.shape[-1])
     if form.kind in ("causal", "full") and dropout == 0.0:
         options = Options(is_causal=form.kind == "causal", key_padding_mask=form.valid, scale=scale)
-        return attend(query, key, value, Exact(), options).output
+        output = attend(query, key, value, Exact(), options).output
+        return _with_last(output, query, key, value, form, scale)
     return _masked(query, key, value, full_mask(form, query.shape[2], query.device), scale, dropout)
 
 
