@@ -299,8 +299,8 @@ def objects(tmp_path_factory):
     if isinstance(command, str):
         pytest.skip(command)
     folder = tmp_path_factory.mktemp("objects")
-    for path in build.FOLDER.glob("*.c"):
-        compile_c([*FLAGS, "-c", "-o"], folder / f"{path.stem}.o", path)
+    for path in build.c_files():
+        compile_c([*FLAGS, "-I", str(build.FOLDER), "-c", "-o"], folder / f"{path.stem}.o", path)
     return folder
 
 
