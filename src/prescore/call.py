@@ -30,7 +30,7 @@ class Options(NamedTuple):
     is_causal: bool = False
     key_padding_mask: Tensor | None = None
     scale: float | None = None
-    generator: Generator = None
+    generator: Generator | Streams = None
     selection: Selection | None = None
     dropout_p: float = 0.0
     dropout_generator: Generator = None

@@ -101,7 +101,10 @@ def as_normal(uniform: Tensor, like: Tensor) -> Tensor:
 
 
 def check_generator(generator: object, name: str = "generator", *, batch: int | None = None) -> None:
-    """Refuse anything but an int, a `torch.Generator`, None or, with a `batch`, one int for each sequence."""
+    """Refuse anything but an int, a `torch.Generator`, None or, with a `batch`, one int for each sequence.
+
+    Our own code may pass streams.
+    """
     if isinstance(generator, list | tuple) and batch is not None:
         for seed in generator:
             if isinstance(seed, bool) or not isinstance(seed, int):
@@ -109,19 +112,22 @@ def check_generator(generator: object, name: str = "generator", *, batch: int | 
         if len(generator) != batch:
             raise ValueError(f"{name} must hold one seed for each of {batch} sequences, got {len(generator)}")
         return
-    if generator is None or (isinstance(generator, int | torch.Generator) and not isinstance(generator, bool)):
+    known = isinstance(generator, int | torch.Generator | Streams)
+    if generator is None or (known and not isinstance(generator, bool)):
         return
     rule = "an int, a torch.Generator or None"
     rule = rule if batch is None else "an int, one int for each sequence, a torch.Generator or None"
     raise TypeError(f"{name} must be {rule}, got {type(generator).__name__} {generator!r}")
 
 
-def as_streams(generator: Generator, *, batch: int | None = None) -> Streams:
+def as_streams(generator: Generator | Streams, *, batch: int | None = None) -> Streams:
     """Turn the public `generator` argument into streams; a passed `torch.Generator` advances by one draw.
 
     With the size of a `batch`, a list of one seed for each sequence is taken too.
     """
     check_generator(generator, batch=batch)
+    if isinstance(generator, Streams):
+        return generator
     if generator is None:
         return Streams(DEFAULT_SEED)
     if isinstance(generator, int):

@@ -10,6 +10,7 @@ from prescore.attention import Options, attend
 from prescore.integrations import decode
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.integrations.decode import CachedKeys, ExternalCache, LayerCache
+from prescore.rng import Streams
 from prescore.routed import native
 
 SELECTED = Selected(KMeans(n_clusters=4), top_k=12)
@@ -136,7 +137,7 @@ def test_padding_among_new_tokens_is_hidden(qkv):
     valid[:, 51] = False
     padded, clean = LayerCache(), LayerCache()
     for cache in (padded, clean):
-        cache.chosen_by = SELECTED, 0
+        cache.chosen_by = SELECTED, Streams(0)
         cache.select(CachedKeys(*(t[:, :, :50] for t in qkv[1:]), None, 50))
     got = output(padded, (qkv[0], poisoned, qkv[2]), 53, valid=valid)
     torch.testing.assert_close(got, output(clean, [t[:, :, kept] for t in qkv], 52), **FLOAT32)

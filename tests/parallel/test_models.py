@@ -23,6 +23,7 @@ CONFIGS = {
     "selected without draws": Selected(top_k=4, min_seq_len=8, remainder="none"),
     "routed": Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, exact_until=16),
     "hyper": Hyper(Lsh(4, 4), min_seq_len=8),
+    "by draws": Selected.paper("uniform", 4, min_seq_len=8, inner=Lsh(2, 2)),
     "by layer": {"first:1": Selected.paper("kmeans", 4, min_seq_len=8)},
 }
 FLOAT32 = 5e-4
@@ -123,7 +124,7 @@ def test_under_a_registration_that_exchanges_heads(crew, name):
     torch.testing.assert_close(found, logits_of_one_process(CONFIGS[name], ids), rtol=FLOAT32, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("name", ["selected without draws", "routed"])
+@pytest.mark.parametrize("name", ["selected without draws", "routed", "by draws"])
 def test_under_tensor_parallelism(crew, name, tmp_path):
     ids, _ = prompts(batch=2, length=48, cut=0)
     tiny("Llama", num_key_value_heads=4).save_pretrained(tmp_path)

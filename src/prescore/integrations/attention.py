@@ -45,6 +45,7 @@ class AttentionContext:
         cache: The cache of this layer, where it is one of ours.
         no_index: Why steps find no key index, where `cache` is None.
         original: The model's attention, where nothing else supports all that the layer asks for.
+        first_head: The number of the first KV head, where other ranks have the heads before it.
     """
 
     layer: int
@@ -59,6 +60,7 @@ class AttentionContext:
     cache: LayerCache | None = None
     no_index: str = "the model's own cache keeps none"
     original: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    first_head: int = 0
 
     def form(self, query: Tensor, key: Tensor) -> MaskForm:
         """The structure of the mask, for every sequence of the batch."""
@@ -144,8 +146,10 @@ class PrescoredAttention:
             output = _original(query, key, value, context, form)
         else:
             config = self.with_prefix(context.n_prefix, form.fewest_keys()) if context.n_prefix else self.config
-            seed = layer_seed(self.seed, context.layer)
-            options = Options(scale=context.scale, dropout_p=context.dropout, generator=seed, backend=self.backend)
+            streams = Streams(layer_seed(self.seed, context.layer), first_head=context.first_head)
+            options = Options(
+                scale=context.scale, dropout_p=context.dropout, generator=streams, backend=self.backend
+            )
             cache = self._external if context.cache is None else context.cache
             key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
             in_order = n_query == 1 or form.kind == "causal"

@@ -23,7 +23,7 @@ from prescore.integrations.patch import PATCHES_BY_HANDLE, Patch
 _SEEDS = 2**62
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, bool is_causal, float dropout, "
-    "bool is_local, str owner, int handle"
+    "bool is_local, str owner, int first_head, int handle"
 )
 _LIBRARY = torch.library.Library("prescore", "DEF")
 
@@ -40,8 +40,9 @@ def _attend_in_graph(patch: Patch, query: Tensor, key: Tensor, value: Tensor, co
         if context.original is not None:
             return context.original(query, key, value)
     settings = (context.scale, context.is_causal, context.dropout, context.is_local, context.owner)
+    numbers = (context.first_head, patch.handle)
     inputs = autocast_inputs(query, key, value)
-    output: Tensor = torch.ops.prescore.attend(*inputs, context.mask, *settings, patch.handle)[0]
+    output: Tensor = torch.ops.prescore.attend(*inputs, context.mask, *settings, *numbers)[0]
     return output
 
 
@@ -63,6 +64,7 @@ def _run(
     dropout: float,
     is_local: bool,
     owner: str,
+    first_head: int,
     handle: int,
 ) -> Tensor:
     patch = PATCHES_BY_HANDLE.get(handle)
@@ -72,6 +74,7 @@ def _run(
         *(patch.layer, patch.n_prefix, scale, mask, is_causal, dropout, owner),
         is_local=is_local,
         no_index="a compiled graph keeps none",
+        first_head=first_head,
     )
     return patch.attend(query, key, value, context)
 

@@ -21,7 +21,7 @@ from prescore.call import Options, first_real, make_call
 from prescore.config import Config, Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.ops.operators import accumulation_dtype, pick_operator
-from prescore.rng import DEFAULT_SEED, Streams, as_streams
+from prescore.rng import Streams, as_streams
 from prescore.routed.backends import auto_config, build_index
 from prescore.routed.decode import StepAttention
 from prescore.routed.index import GrowingIndex
@@ -95,7 +95,8 @@ class LayerCache:
         selection: The selection; None until it is made.
         evicted: Whether only the selection and later tokens are left.
         valid: `[B, n_tokens]`, True = a real key, as of the last call; None = all are.
-        chosen_by: Configuration and seed of the last call, by which selections are made; None before the first.
+        chosen_by: Configuration and randomness of the last call, by which selections are made; None before
+            the first.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class LayerCache:
         self.selection: SelectionState | None = None
         self.evicted = False
         self.valid: Tensor | None = None
-        self.chosen_by: tuple[Config, int] | None = None
+        self.chosen_by: tuple[Config, Streams] | None = None
         self._index = GrowingIndex(build_index)
         self._steps: tuple[tuple[Config, str, float | None], StepAttention] | None = None
 
@@ -162,7 +163,7 @@ class LayerCache:
         if _masks_differ(self.valid, keys.valid, n_earlier):  # the selection and the key index are of other keys
             self.drop_selection("the attention mask of earlier tokens changed")
             self._steps, self._index = None, GrowingIndex(build_index)
-        self.valid, self.chosen_by = keys.valid, (config, as_streams(options.generator).seed)
+        self.valid, self.chosen_by = keys.valid, (config, as_streams(options.generator))
         if (self.evict or self.refresh_every) and not keeps_selection(config):
             setting = "evict=True" if self.evict else f"refresh_every={self.refresh_every}"
             name = type(config).__name__
@@ -248,7 +249,9 @@ class LayerCache:
         if self.valid is not None:
             self.valid = self.valid.index_select(0, sequences.to(self.valid.device))
 
-    def _updated_selection(self, keys: CachedKeys, n_query: int, config: Config, seed: int) -> SelectionState:
+    def _updated_selection(
+        self, keys: CachedKeys, n_query: int, config: Config, streams: Streams
+    ) -> SelectionState:
         """The selection with the newest tokens appended; made where there is none, or where it is due again."""
         if self.selection is not None:
             n_since = keys.n_keys - self.selection.n_selected_from
@@ -256,13 +259,14 @@ class LayerCache:
                 self.drop_selection("the configuration changed")
             elif self.refresh_every is not None and n_since >= self.refresh_every:
                 self.drop_selection("refresh_every selects among all keys again")
-        selection = self.selection or self._select(keys.until(_n_selectable(keys.n_keys, n_query)), config, seed)
+        earlier = keys.until(_n_selectable(keys.n_keys, n_query))
+        selection = self.selection or self._select(earlier, config, streams)
         selection.append_missing(keys)
         return selection
 
-    def _select(self, keys: CachedKeys, config: Config, seed: int) -> SelectionState:
+    def _select(self, keys: CachedKeys, config: Config, streams: Streams) -> SelectionState:
         self.require_all_keys()
-        self.selection = SelectionState.select(keys.key, keys.value, keys.valid, config, seed)
+        self.selection = SelectionState.select(keys.key, keys.value, keys.valid, config, streams)
         self.evicted = self.evict
         if self.evict:
             self.buffer = None
@@ -425,9 +429,9 @@ class SelectionState:
 
     @classmethod
     def select(
-        cls, key: Tensor, value: Tensor, valid: Tensor | None, config: Config, seed: int = DEFAULT_SEED
+        cls, key: Tensor, value: Tensor, valid: Tensor | None, config: Config, streams: Streams
     ) -> SelectionState:
-        """Select among keys `[B, Hkv, N, D]`; `valid [B, N]` is False for padding, `seed` is of the scorer.
+        """Select among keys `[B, Hkv, N, D]`; `valid [B, N]` is False for padding, `streams` are of the scorer.
 
         The entries are those that `prescored_attention` of one query over the same keys would read, with exact
         attention over the selection, so that a fresh selection gives the same output.
@@ -436,9 +440,7 @@ class SelectionState:
             raise TypeError(f"config must be a Selected to keep a selection, got {type(config).__name__}")
         query = key[:, :, -1:]
         operator = pick_operator(query)
-        call = make_call(
-            query, key, value, valid, is_causal=False, scale=None, operator=operator, streams=Streams(seed)
-        )
+        call = make_call(query, key, value, valid, is_causal=False, scale=None, operator=operator, streams=streams)
         plan = make_plan(call, _with_exact_inner(config))
         if not plan.parts:  # nothing but padding so far
             return cls(config, KVBuffer(key[:, :, :0], value[:, :, :0]), key.shape[2], 0, 0)

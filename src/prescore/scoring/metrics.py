@@ -211,9 +211,10 @@ def nearest_columns(table: Tensor) -> Tensor:
     hits = torch.eq(table, table.amin(dim=1, keepdim=True), out=torch.empty_like(table))
     numbers = torch.arange(table.shape[1], dtype=table.dtype, device=table.device)
     label, count = torch.matmul(torch.stack((numbers, torch.ones_like(numbers))), hits).unbind(1)
-    if bool((count != 1).any()):  # equal distances
-        return table.min(dim=1).indices
-    return label.to(torch.int64)
+    labels, tied = label.to(torch.int64), count != 1
+    if bool(tied.any()):  # equal distances, of candidates drawn twice or of equal keys
+        labels[tied] = table.transpose(1, 2)[tied].min(dim=1).indices
+    return labels
 
 
 def power(values: Tensor, exponent: float) -> Tensor:

@@ -240,6 +240,7 @@ EDITS = {
         type="os.system"
     ),
     "an unknown field": lambda facts: facts["layers"][0]["selection"].update(budget=3),
+    "first head": lambda facts: facts["layers"][0]["chosen_by"].update(first_head=0.5),
     "seed": lambda facts: facts["layers"][0]["chosen_by"].update(seed="1"),
     "a layer less": lambda facts: facts["layers"].pop(),
     "evict": lambda facts: facts.update(evict="yes"),

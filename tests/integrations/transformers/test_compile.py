@@ -41,7 +41,7 @@ def counting_int8(graph, inputs):
 
 
 def operator(inputs, dropout=0.0, handle=-1):
-    return torch.ops.prescore.attend(*inputs, None, None, True, dropout, False, "test", handle)[0]
+    return torch.ops.prescore.attend(*inputs, None, None, True, dropout, False, "test", 0, handle)[0]
 
 
 def test_outputs_and_gradients_are_those_of_the_eager_model():
@@ -170,7 +170,7 @@ def test_a_vit_of_timm():
 def test_the_operator_is_well_formed_and_names_a_patch_that_is_gone():
     patch = Patch(PrescoredAttention(COARSE), layer=0)
     inputs = [torch.randn(2, 2, 12, 4, requires_grad=True) for _ in range(3)]
-    arguments = (*inputs, None, None, True, 0.0, False, "test", patch.handle)
+    arguments = (*inputs, None, None, True, 0.0, False, "test", 0, patch.handle)
     torch.library.opcheck(torch.ops.prescore.attend.default, arguments)
     with pytest.raises(Unsupported, match="in test cannot run: what was applied to the model has been undone"):
         operator(inputs)

@@ -95,6 +95,7 @@ def prescored_attention_forward(
         is_local=_is_local(module, features.get("sliding_window")),
         cache=None if layer is None else layer.cache,
         no_index=why_no_index(cache) if layer is None else "",
+        first_head=_first_head(module, key),
     )
     weights: list[Tensor] = []
     if obstacles:
@@ -229,6 +230,19 @@ def _eager_attention(
     weights.append(of_layer)
     attended: Tensor = output.transpose(1, 2)
     return attended
+
+
+def _first_head(module: nn.Module, key: Tensor) -> int:
+    """The number of the first KV head of this rank, where tensor parallelism spread the heads over ranks."""
+    config, n_heads = getattr(module, "config", None), key.shape[1]
+    names = ("num_key_value_heads", "num_attention_heads")
+    if n_heads >= next(filter(None, (getattr(config, name, None) for name in names)), 0):
+        return 0
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in module.parameters())
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    if mesh is None:
+        return 0
+    return n_heads * int(mesh.get_local_rank("tp" if "tp" in (mesh.mesh_dim_names or ()) else None))
 
 
 def _is_local(module: nn.Module, sliding_window: int | None) -> bool:

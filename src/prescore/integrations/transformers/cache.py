@@ -26,6 +26,7 @@ from prescore.config import config_from_dict
 from prescore.errors import Unsupported
 from prescore.integrations.decode import KVBuffer, LayerCache, SelectionState, keeps_selection
 from prescore.ops.operators import accumulation_dtype
+from prescore.rng import Streams
 from prescore.types import Values
 
 NAME = "prescored"
@@ -33,7 +34,7 @@ NAMES = {NAME}
 """Every name under which transformers calls our attention; a kernel has that of its repository."""
 CACHE_ARGUMENT = "prescore_cache"
 """By this name an attention module gets its cache once more, and passes it on to the attention function."""
-_FORMAT = "prescore-cache-4"
+_FORMAT = "prescore-cache-5"
 
 
 class PrescoredCache(DynamicCache):
@@ -384,8 +385,8 @@ def _save_layer(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Values:
     cache, selection = layer.cache, layer.cache.selection
     entry: Values = {"n_tokens": cache.n_tokens, "chosen_by": None, "selection": None}
     if cache.chosen_by is not None:
-        config, seed = cache.chosen_by
-        entry["chosen_by"] = {"config": config.to_dict(), "seed": seed}
+        config, streams = cache.chosen_by
+        entry["chosen_by"] = {"config": config.to_dict(), "seed": streams.seed, "first_head": streams.first_head}
     if cache.valid is not None:
         tensors[f"{prefix}valid"] = cache.valid.clone()  # all layers share one
     if cache.buffer is not None:
@@ -414,9 +415,11 @@ def _load_layer(entry: Values, prefix: str, tensors: dict[str, Tensor], settings
     cache = restored.cache
     cache.n_tokens, cache.buffer, cache.valid = n_tokens, buffer, tensors.pop(f"{prefix}valid", None)
     if entry["chosen_by"] is not None:
-        seed = entry["chosen_by"]["seed"]
-        _require(type(seed) is int, f"the seed {seed!r}")
-        cache.chosen_by = config_from_dict(entry["chosen_by"]["config"]), seed
+        chosen_by = entry["chosen_by"]
+        for name in ("seed", "first_head"):
+            _require(type(chosen_by[name]) is int, f"the {name} {chosen_by[name]!r}")
+        streams = Streams(chosen_by["seed"], first_head=chosen_by["first_head"])
+        cache.chosen_by = config_from_dict(chosen_by["config"]), streams
     selected = _load_buffer(f"{prefix}selection.", tensors)
     _require((selected is None) == (entry["selection"] is None), "half of a selection")
     if selected is not None:
