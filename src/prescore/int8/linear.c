@@ -15,6 +15,21 @@
 #define SLAB_ROWS 768          /* rows that are rounded at a time */
 #define MOST_GROUP 128
 #define PARALLEL 65536 /* products from which on threads pay */
+/* Rows and panels of a tile, whose sums fill the registers. */
+#if defined(__AVX512VNNI__)
+#define TILE_ROWS 12
+#define TILE_PANELS 2
+#else
+#define TILE_PANELS 1
+#if defined(__AVX2__) || defined(__aarch64__)
+#define TILE_ROWS 4
+#elif defined(__SSE2__)
+#define TILE_ROWS 2
+#else
+#define TILE_ROWS 1
+#endif
+#endif
+#define PER_TILE (TILE_PANELS * PER_PANEL)
 
 /* Must equal `_LinearCall` in linear.py. */
 typedef struct {
@@ -47,25 +62,21 @@ INLINE uint32_t raw_bits(float x) {
     memcpy(&raw, &x, sizeof raw);
     return raw;
 }
-INLINE uint16_t to_bfloat16(float x) {
-    const uint32_t raw = raw_bits(x);
-    return (uint16_t)(x == x ? (raw + 0x7fff + (raw >> 16 & 1)) >> 16 : 0x7fc0);
-}
+typedef uint32_t unsigned_ints __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef ints Sums[TILE_ROWS][PER_TILE]; /* of a tile's rows with its outputs; they stay in registers */
 
 #if defined(__AVX512VNNI__)
-#define TILE_ROWS 12
-#define TILE_PANELS 2
 /* Compilers spill sums that they may rename. */
 #define ADD_FOUR(sum, weights, numbers) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(numbers))
 
-/* Add the products of a group of inputs to `totals`: of `rows` rows with `panels` times sixteen outputs, `step` bytes apart. */
-INLINE void add_group(const int rows, const int panels, const uint8_t *weight, int64_t step, const int32_t *numbers, int64_t quarters,
-                      const int32_t *start, const float *unit, int64_t groups, float *totals) {
-    __m512i sums[TILE_ROWS][TILE_PANELS], some[TILE_PANELS];
+/* Products of a group of inputs: of `rows` rows with `panels` times sixteen outputs, whose weights are `step` bytes apart. */
+INLINE void multiply_group(const int rows, const int panels, const uint8_t *weight, int64_t step, const int32_t *numbers, int64_t quarters,
+                           const int32_t *start, int64_t groups, Sums sums) {
+    __m512i some[TILE_PANELS];
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 2
-        for (int k = 0; k < panels; k++) sums[i][k] = _mm512_set1_epi32(start[i * groups]);
+        for (int k = 0; k < panels; k++) sums[i][k] = start[i * groups] - (ints){0};
     for (int64_t quarter = 0; quarter < quarters; quarter++, numbers += rows, weight += 64) {
 #pragma GCC unroll 2
         for (int k = 0; k < panels; k++) some[k] = _mm512_loadu_si512(weight + k * step);
@@ -76,22 +87,8 @@ INLINE void add_group(const int rows, const int panels, const uint8_t *weight, i
             for (int k = 0; k < panels; k++) ADD_FOUR(sums[i][k], some[k], four);
         }
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < rows; i++, totals += 16 * panels)
-#pragma GCC unroll 2
-        for (int k = 0; k < panels; k++)
-            store(totals + 16 * k, load(totals + 16 * k) + (floats)_mm512_cvtepi32_ps(sums[i][k]) * splat(unit[i * groups]));
 }
 #else
-#define TILE_PANELS 1
-#if defined(__AVX2__) || defined(__aarch64__)
-#define TILE_ROWS 4
-#elif defined(__SSE2__)
-#define TILE_ROWS 2
-#else
-#define TILE_ROWS 1
-#endif
-
 #if defined(__aarch64__)
 #define FIRST_SUM(start) 0 /* its instructions take signed weights */
 #else
@@ -110,9 +107,8 @@ INLINE ints add_pairs(ints sum, shorts a, shorts b) {
 }
 #endif
 
-INLINE void add_group(const int rows, const int panels, const uint8_t *weight, int64_t step, const int32_t *numbers, int64_t quarters,
-                      const int32_t *start, const float *unit, int64_t groups, float *totals) {
-    ints sums[TILE_ROWS][PER_PANEL];
+INLINE void multiply_group(const int rows, const int panels, const uint8_t *weight, int64_t step, const int32_t *numbers, int64_t quarters,
+                           const int32_t *start, int64_t groups, Sums sums) {
     (void)panels, (void)step;
     for (int i = 0; i < rows; i++)
         for (int v = 0; v < PER_PANEL; v++) sums[i][v] = (ints){0} + FIRST_SUM(start[i * groups]);
@@ -145,9 +141,6 @@ INLINE void add_group(const int rows, const int panels, const uint8_t *weight, i
         for (int j = 0; j < 64; j++) sums[0][j / 4 / WIDTH][j / 4 % WIDTH] += weight[j] * four[j % 4];
 #endif
     }
-    for (int i = 0; i < rows; i++)
-        for (int v = 0; v < PER_PANEL; v++, totals += WIDTH)
-            store(totals, load(totals) + __builtin_convertvector(sums[i][v], floats) * splat(unit[i * groups]));
 }
 #endif
 
@@ -158,71 +151,103 @@ INLINE int64_t tile_rows(int64_t left) {
     return 1;
 }
 
-/* The numbers of a group as float32. */
-INLINE void read_group(const LinearCall *p, int64_t first, int64_t n, float *to) {
-    if (p->is_float32) {
-        memcpy(to, (const float *)p->input + first, sizeof(float) * (size_t)n);
-        return;
-    }
-    const uint16_t *from = (const uint16_t *)p->input + first;
-    for (int64_t j = 0; j < n; j++) to[j] = number((uint32_t)from[j] << 16);
+/* The nearest whole numbers, of ties the even ones. */
+INLINE ints nearest(floats x) {
+#if defined(__AVX512F__)
+    return (ints)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+    return (ints)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__SSE2__)
+    return (ints)_mm_cvtps_epi32((__m128)x);
+#elif defined(__aarch64__)
+    return (ints)vcvtnq_s32_f32((float32x4_t)x);
+#else
+    ints whole;
+    for (int i = 0; i < WIDTH; i++) whole[i] = x[i] == x[i] ? (int32_t)rintf(x[i]) : 0;
+    return whole;
+#endif
 }
 
 /* Round row `row` of the input, number `at` of a tile of `rows` rows that begins at `numbers`. */
 static void round_row(const LinearCall *p, int64_t row, int8_t *numbers, int64_t at, int64_t rows, int64_t groups, float *unit, int32_t *start) {
     for (int64_t g = 0; g < groups; g++) {
-        const int64_t first = g * p->group, left = p->inputs - first, n = left < p->group ? left : p->group;
+        const int64_t first = g * p->group, left = p->inputs - first, n = left < p->group ? left : p->group, from = row * p->inputs + first;
+        const uint16_t *halves_of = (const uint16_t *)p->input + from;
+        const float *singles = (const float *)p->input + from;
         float wide[MOST_GROUP];
         int8_t rounded[MOST_GROUP];
-        int32_t sum = 0;
-        uint32_t most = 0; /* magnitudes are ordered as their bits are, with NaN above all */
-        read_group(p, row * p->inputs + first, n, wide);
-        for (int64_t j = n; j < MOST_GROUP; j++) wide[j] = 0;
-        for (int64_t j = 0; j < MOST_GROUP; j++) { /* the length is known: the compiler makes vectors of these loops */
-            const uint32_t magnitude = raw_bits(wide[j]) & 0x7fffffff;
-            most = magnitude > most ? magnitude : most;
+        ints sum = {0};
+        ints most = {0}; /* magnitudes are ordered as their bits are, with NaN above all */
+        int64_t j = 0, filled = n;
+        for (; j + WIDTH <= n; j += WIDTH) store(wide + j, p->is_float32 ? load(singles + j) : from_bfloat16(halves_of + j));
+        for (; j < n; j++) wide[j] = p->is_float32 ? singles[j] : number((uint32_t)halves_of[j] << 16);
+        for (; filled % 16; filled++) wide[filled] = 0;
+        for (j = 0; j < filled; j += WIDTH) {
+            const ints magnitude = (ints)load(wide + j) & 0x7fffffff;
+            most = (ints)choose(magnitude > most, (floats)magnitude, (floats)most);
         }
-        const float one = (number(most) < p->smallest ? p->smallest : number(most)) * p->inverse;
-        /* adding 1.5 * 2^23 rounds to an integer and leaves it in the last bits */
-        for (int64_t j = 0; j < MOST_GROUP; j++) rounded[j] = (int8_t)(uint8_t)raw_bits(wide[j] / one + 12582912.0f);
-        for (int64_t j = 0; j < MOST_GROUP; j++) sum += rounded[j];
+        for (j = 1; j < WIDTH; j++) most[0] = most[j] > most[0] ? most[j] : most[0];
+        const float largest = number((uint32_t)most[0]), one = (largest < p->smallest ? p->smallest : largest) * p->inverse, per_unit = 1.0f / one;
+        for (j = 0; j < filled; j += WIDTH) {
+            const ints some = nearest(load(wide + j) * splat(per_unit));
+            const bytes packed = __builtin_convertvector(some, bytes);
+            memcpy(rounded + j, &packed, sizeof packed);
+            sum += some;
+        }
         unit[g] = one < INFINITY ? one : NAN;
-        start[g] = -ZERO * sum;
-        for (int64_t j = 0; j < n; j += 4) memcpy(numbers + ((first + j) * rows + 4 * at), rounded + j, 4);
+        start[g] = -ZERO * (int32_t)total(__builtin_convertvector(sum, floats)); /* exact: less than 2^24 */
+        for (j = 0; j < n; j += 4) memcpy(numbers + ((first + j) * rows + 4 * at), rounded + j, 4);
     }
 }
 
-/* Up to sixteen results, as the input. */
-INLINE void write_results(const LinearCall *p, const float *results, int64_t place, int64_t n) {
-    uint16_t halves_of[16];
-    for (int64_t j = 0; j < 16; j++) halves_of[j] = to_bfloat16(results[j]);
-    if (p->is_float32)
-        memcpy((float *)p->output + place, results, sizeof(float) * (size_t)n);
-    else if (n == 16)
-        memcpy((uint16_t *)p->output + place, halves_of, sizeof halves_of);
-    else
-        memcpy((uint16_t *)p->output + place, halves_of, sizeof(uint16_t) * (size_t)n);
+INLINE void store_bfloat16(uint16_t *to, floats x) {
+    const ints raw = (ints)x, odd = (ints)((unsigned_ints)raw >> 16) & 1;
+    const unsigned_ints half = (unsigned_ints)(raw + 0x7fff + odd) >> 16;
+    *(halves *)to = __builtin_convertvector((ints)choose(x == x, (floats)half, (floats)(0x7fc0 - (ints){0})), halves);
+}
+
+/* The first `n` of WIDTH results, as the input. */
+INLINE void write_results(const LinearCall *p, floats results, int64_t place, int64_t n) {
+    const int64_t whole = n < WIDTH ? 0 : 1;
+    float singles[WIDTH];
+    uint16_t halves_of[WIDTH];
+    if (p->is_float32) {
+        store(whole ? (float *)p->output + place : singles, results);
+        for (int64_t j = 0; !whole && j < n; j++) ((float *)p->output)[place + j] = singles[j];
+    } else {
+        store_bfloat16(whole ? (uint16_t *)p->output + place : halves_of, results);
+        for (int64_t j = 0; !whole && j < n; j++) ((uint16_t *)p->output)[place + j] = halves_of[j];
+    }
 }
 
 /* Results of a tile for `panels` panels. */
 INLINE void multiply_tile(const int rows, const int panels, const LinearCall *p, const Rounded *from, int64_t at, int64_t row, int64_t panel) {
-    const int64_t groups = from->groups, step = from->quarters * 64, per_group = p->group / 4;
+    const int64_t groups = from->groups, step = from->quarters * 64, per_group = p->group / 4, left = p->outputs - 16 * panel;
     const uint8_t *weight = p->weight + panel * step;
-    const int32_t *numbers = (const int32_t *)(from->numbers + at * 4 * from->quarters);
-    float totals[TILE_ROWS * TILE_PANELS * 16] = {0};
-    for (int64_t g = 0; g < groups; g++, numbers += per_group * rows, weight += per_group * 64) {
-        const int64_t left = from->quarters - g * per_group, place = at * groups + g;
-        add_group(rows, panels, weight, step, numbers, left < per_group ? left : per_group, from->start + place, from->unit + place, groups,
-                  totals);
+    const int32_t *numbers = (const int32_t *)(from->numbers + at * 4 * from->quarters), *start = from->start + at * groups;
+    const float *unit = from->unit + at * groups, *scale = p->scale + 16 * panel;
+    floats totals[TILE_ROWS][PER_TILE];
+    Sums sums;
+    float bias[16 * TILE_PANELS] = {0};
+    if (p->bias) memcpy(bias, p->bias + 16 * panel, sizeof(float) * (size_t)(left < 16 * panels ? left : 16 * panels));
+    for (int64_t g = 0; g < groups; g++, numbers += per_group * rows, weight += per_group * 64, unit++) {
+        const int64_t quarters = from->quarters - g * per_group;
+        multiply_group(rows, panels, weight, step, numbers, quarters < per_group ? quarters : per_group, start + g, groups, sums);
+#pragma GCC unroll 16
+        for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+            for (int k = 0; k < panels * PER_PANEL; k++) {
+                floats x = __builtin_convertvector(sums[i][k], floats) * splat(unit[i * groups]);
+                if (g) x += totals[i][k];
+                totals[i][k] = x;
+            }
     }
+#pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
-        for (int k = 0; k < panels; k++) {
-            const int64_t first = 16 * (panel + k), left = p->outputs - first, n = left < 16 ? left : 16;
-            float *results = totals + (i * panels + k) * 16;
-            for (int64_t j = 0; j < 16; j++) results[j] *= p->scale[first + j];
-            for (int64_t j = 0; p->bias && j < n; j++) results[j] += p->bias[first + j];
-            write_results(p, results, (row + i) * p->outputs + first, n);
-        }
+#pragma GCC unroll 4
+        for (int k = 0; k < panels * PER_PANEL; k++)
+            write_results(p, totals[i][k] * load(scale + k * WIDTH) + load(bias + k * WIDTH), (row + i) * p->outputs + 16 * panel + k * WIDTH,
+                          left - k * WIDTH);
 }
 
 /* As `multiply_tile`, with numbers of rows and panels that the compiler knows. */

@@ -270,7 +270,7 @@ def _rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Rows as int8, and the scale `[M, 1]` of each."""
     wide = matrix.float()
     scale = wide.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).mul_(1 / _MOST)
-    return (wide / scale).round_().to(torch.int8), scale
+    return (wide * scale.reciprocal()).round_().to(torch.int8), scale
 
 
 def _packed(rounded: Tensor) -> Tensor:
