@@ -12,7 +12,6 @@ import tarfile
 import tomllib
 import venv
 import zipfile
-from datetime import date
 from importlib import metadata
 from pathlib import Path
 
@@ -155,21 +154,3 @@ def test_no_extra_brings_another_build_of_torchvision(extra):
             with contextlib.suppress(metadata.PackageNotFoundError):
                 pending += metadata.requires(name) or []
     assert "torchvision" not in seen
-
-
-def test_the_changelog_has_dated_versions_in_order():
-    heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    dated = [re.fullmatch(r"(\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)", head) for head in heads]
-    assert all(dated)
-    dates = [date.fromisoformat(head[2]) for head in dated]
-    assert dates == sorted(dates, reverse=True)
-    assert dated[0][1] == prescore.__version__
-
-
-def test_classifiers_claim_what_is_tested():
-    classifiers = PROJECT["classifiers"]
-    assert "Operating System :: OS Independent" not in classifiers  # records lock files by fcntl
-    assert any(name.startswith("Operating System :: POSIX") for name in classifiers)
-    minor = int(re.fullmatch(r">=3\.(\d+)", PROJECT["requires-python"])[1])
-    named = [int(v) for name in classifiers for v in re.findall(r":: Python :: 3\.(\d+)$", name)]
-    assert min(named) == minor <= sys.version_info.minor <= max(named)

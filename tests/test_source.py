@@ -246,13 +246,3 @@ def test_a_cache_file_names_configurations_and_nothing_else(tmp_path):
         save_file(tensors, path, metadata={} if metadata is None else {"prescore": metadata})
         with pytest.raises(ValueError, match=rf"path must be a file of PrescoredCache.save, got .*\({reason}"):
             PrescoredCache.load(path)
-
-
-def test_nothing_is_installed_from_an_index_that_has_no_version_of_it():
-    """The package is not published: every sentence that installs it names a clone."""
-    root = Path(__file__).parent.parent
-    files = [*(root / "src").rglob("*.py"), *root.glob("*.md"), *(root / "docs").rglob("*.md")]
-    files += [*(root / "experiments").rglob("*.py"), *(root / "examples").rglob("*.py")]
-    wrong = re.compile(r"pip install [^\n`]*(?<![\w./-])prescore\[")
-    assert wrong.search("pip install 'prescore[gpu]'")
-    assert [str(file) for file in files if wrong.search(file.read_text(encoding="utf-8"))] == []
