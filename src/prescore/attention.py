@@ -154,7 +154,8 @@ def prescored_attention(
     selections: Selection | list[Selection] = result.selections
     if not is_causal and group is None:
         selections = result.selections[0] if result.selections else empty_selection(key)
-    return result.output, Aux(result.lse, selections, Stats.of(result.stats))
+    stats = Stats.of({**result.stats, "exact_reason": result.why_exact or None})
+    return result.output, Aux(result.lse, selections, stats)
 
 
 @outside_graphs
@@ -318,7 +319,7 @@ def attend(
             reason = f"gradients need float64 where abs(lse) is so large, got {largest:.4g}"
             raise Unsupported("backend 'native'", [reason])
         if reason:
-            result = replace(result, stats={**result.stats, "exact_reason": reason}, why_exact=reason)
+            result = replace(result, why_exact=reason)
         if call.shift is None and call.blind is None:
             return result
         output, lse = call.restore(result.attended)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from prescore.devices import maybe_any, surely_all
 from prescore.ops.operators import Operator
-from prescore.ops.parts import attend_parts, exact_parts
 from prescore.rng import Generator as Generator
 from prescore.rng import Streams
 from prescore.scoring.sampling import arange, gather_rows
@@ -97,14 +96,6 @@ class Call:
         if self.valid is None or not self.valid.shape[0]:
             return float(self.n_keys)
         return float(self.valid.sum(1).double().mean())
-
-    def exactly(self, place: str = "exact") -> Attended:
-        """Exact attention of the whole call."""
-        if self.is_causal and not isinstance(self.query_start, int):
-            raise ValueError("query_start must be one position, got one for each row")
-        parts = exact_parts(self.query, self.key, is_causal=self.is_causal, valid=self.valid)
-        operator = self.operator.at(place)
-        return attend_parts(self.query, self.key, self.value, parts, scale=self.scale, operator=operator)
 
     def restore(self, attended: Attended) -> Attended:
         """Shift outputs back to the given rows; blind queries have output 0 and lse -inf."""

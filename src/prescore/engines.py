@@ -79,11 +79,14 @@ def _why_exact(call: Call, config: Config) -> str | None:
     """Why a call is exact attention without padding, which the operator can run as it is; None = it is not."""
     if call.valid is not None or call.operator.dropout is not None:
         return None
+    sizes = call.n_query, call.n_keys
     if isinstance(config, Routed):
-        return why_exact(config, call.n_query, call.n_keys, is_causal=call.is_causal) or None
-    if isinstance(config, Selected | Hyper):
-        return selected.why_exact(call, config) if selected.reads_every_key(call, config) else None
-    return ""
+        return why_exact(config, *sizes, is_causal=call.is_causal) or None
+    if not isinstance(config, Selected | Hyper):
+        return ""
+    if not selected.is_one_leaf(config, *sizes, is_causal=call.is_causal):
+        return None
+    return selected.why_exact(config, *sizes, is_causal=call.is_causal)
 
 
 def _fused_output(call: Call) -> Tensor | None:

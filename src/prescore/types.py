@@ -99,7 +99,7 @@ class Stats(Mapping[str, Any]):
         exact_queries: Queries of a sequence that read every key because of their position.
         exact_sequences: Sequences that read every key because padding lies between their keys.
         exchange: Context parallel: what the ranks exchanged: `all-gather` (keys), `ulysses` (heads) or `selected`.
-        exact_reason: Why `backend="auto"` ran a `Routed` exactly.
+        exact_reason: Why every query read every key, as in the report; None where the engine chose keys.
         exchange_reason: Context parallel: why a `Selected` did not exchange its selected keys alone.
         ranks: Context parallel: number of ranks.
         bytes_sent: Context parallel: bytes that this rank sent in the forward pass.

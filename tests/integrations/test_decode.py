@@ -59,15 +59,15 @@ def test_the_configuration_decides_how_a_step_is_answered(qkv):
 
 
 def test_clusters_are_used_only_where_they_save_keys_and_are_valid(qkv):
-    def path(inputs=qkv, n_query=1, config=ROUTED, valid=None, owned=True, **options):
-        return step(LayerCache(owned=owned), inputs, 51, n_query, config, valid, **options).path
+    def path(inputs=qkv, n_query=1, config=ROUTED, valid=None, no_index="", **options):
+        return step(LayerCache(no_index=no_index), inputs, 51, n_query, config, valid, **options).path
 
     left, gap = torch.ones(2, 2, 51, dtype=torch.bool)
     left[0, :9], gap[0, 20:23] = False, False
     short, large = (ROUTED.replace(**change) for change in ({"exact_until": 50}, {"chunk_size": 32}))
     for options in ({"config": short}, {"n_query": 2}, {"valid": left}):
         assert path(**options) == decode.OVER_CLUSTERS
-    for options in ({"config": large}, {"dropout_p": 0.1}, {"valid": gap}, {"owned": False}):
+    for options in ({"config": large}, {"dropout_p": 0.1}, {"valid": gap}, {"no_index": "it keeps none"}):
         assert path(**options) == decode.OVER_ALL
     assert path(config=ROUTED.replace(exact_until=51)) == decode.OVER_ALL
     assert path((qkv[0].clone().requires_grad_(), *qkv[1:])) == decode.OVER_ALL
@@ -157,7 +157,7 @@ def changed_at(qkv, position):
 
 def test_other_keys_are_noticed(qkv):
     cache = ExternalCache()
-    assert step(cache, qkv, 51, config=Selected(top_k=1.0)) == (decode.OVER_ALL, None, "")
+    assert step(cache, qkv, 51, config=Selected(top_k=1.0)) == (decode.OVER_ALL, None, "top_k keeps every key")
     shown(cache, qkv, 51)
     first = cache.selection
     again = shown(cache, qkv, 51)  # the same step keeps its selection

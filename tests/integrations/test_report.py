@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,6 +152,50 @@ def test_a_step_without_a_key_index_says_which_cache_is_the_reason():
         for ids in (IDS, IDS[:, :1]):
             model(ids, past_key_values=cache)
     assert applied.report()[0].last.ran.endswith("the key index has neither dropout nor gradients")
+
+
+def documented_reasons():
+    """What the table *Why was it exact?* of docs/report.md names, as patterns."""
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    rows = re.findall(r"^\| `(exact: [^`]+)` \|", page, re.MULTILINE)
+    return {row: re.compile(re.escape(row).replace(r"\.\.\.", ".+")) for row in rows}
+
+
+@pytest.mark.filterwarnings("ignore:pre-scored attention in attention runs exactly")
+def test_the_page_of_the_report_names_every_reason_and_no_other(monkeypatch):
+    """Every row but that of GPUs is made to happen."""
+    n_keys = 2100
+    long = [torch.randn(1, 1, n_keys, 8, generator=torch.Generator().manual_seed(0)) for _ in range(3)]
+    short = [tensor[:, :, :60] for tensor in long]
+    step = [short[0][:, :, -1:], *short[1:]]
+    hidden, holes = torch.ones(60, 60, dtype=torch.bool).tril().triu(-9)[None, None], torch.ones(1, 60).bool()
+    holes[:, 20:30] = False
+    obstacle = AttentionContext(layer=0, is_causal=True, obstacles=("it caps its logits",))
+    causal, full = (AttentionContext(layer=0, is_causal=is_causal) for is_causal in (True, False))
+    lsh = Hyper(Lsh(4, 4), min_seq_len=100)
+    ran = []
+    for config, tensors, context in (
+        (Routed(), short, causal),
+        (Routed(exact_until=0), short, causal),
+        (Selected(), short, causal),
+        (lsh, short, full),
+        (Selected(top_k=60, min_seq_len=4), short, full),
+        (lsh, step, causal),
+        (ROUTED, step, causal),
+        (ROUTED, short, AttentionContext(layer=0, is_causal=True, mask=holes)),
+        (ROUTED, short, AttentionContext(layer=0, is_causal=True, mask=hidden)),
+        (ROUTED, short, obstacle),
+        (Routed(), long, causal),
+    ):
+        if tensors is long:
+            monkeypatch.setenv(library.VARIABLE, "0")
+        attend = PrescoredAttention(config, "exact")
+        attend(*tensors, context)
+        ran.append(attend.last.ran)
+    rows = documented_reasons()
+    matches = [[row for row, pattern in rows.items() if pattern.fullmatch(text)] for text in ran]
+    assert [len(match) for match in matches] == [1] * len(ran), ran
+    assert {row for match in matches for row in match} == set(rows) - {"exact: triton: ..."}
 
 
 def test_a_vision_model_too_small_to_route_warns_once():

@@ -19,7 +19,7 @@ from prescore.call import Options
 from prescore.config import Config, Exact, Selected, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.audit import measure_errors
-from prescore.integrations.decode import PROMPT, CachedKeys, ExternalCache, LayerCache, warn_once
+from prescore.integrations.decode import NO_INDEX, PROMPT, CachedKeys, ExternalCache, LayerCache, warn_once
 from prescore.integrations.masks import NO_STRUCTURE, MaskForm, exact_under_mask, prescored_under_mask, read_mask
 from prescore.integrations.report import READS_ALL, CallTrace, Counts, Errors, Trace, what_ran
 from prescore.rng import Streams
@@ -58,7 +58,7 @@ class AttentionContext:
     obstacles: tuple[str, ...] = ()
     is_local: bool = False
     cache: LayerCache | None = None
-    no_index: str = "the model's own cache keeps none"
+    no_index: str = NO_INDEX
     original: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     first_head: int = 0
 
@@ -150,22 +150,21 @@ class PrescoredAttention:
             options = Options(
                 scale=context.scale, dropout_p=context.dropout, generator=streams, backend=self.backend
             )
-            cache = self._external if context.cache is None else context.cache
             key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
             in_order = n_query == 1 or form.kind == "causal"
             keys = CachedKeys(key, value, form.valid, form.n_keys, in_order)
-            path, result, why_all = cache.step(query, keys, config, options)
+            if context.cache is None:
+                path, result, why_exact = self._external.step(query, keys, config, options, context.no_index)
+            else:
+                path, result, why_exact = context.cache.step(query, keys, config, options)
             if path == PROMPT:
                 index = None if context.cache is None else context.cache.prompt_index(keys, config, options)
                 result = prescored_under_mask(query, key, value, form, config, options._replace(key_index=index))
             if result is None:
                 output = exact_under_mask(query, key, value, form, scale=context.scale, dropout=context.dropout)
             else:
-                output = result.output
-            why_all = why_all or context.no_index
-            ran = what_ran(self.config, path, n_query, form.n_keys, is_causal=form.kind != "full", why_all=why_all)
-            if ran == "routed" and result is not None and "exact_reason" in result.stats:
-                ran = f"{READS_ALL}{result.stats['exact_reason']}"
+                output, why_exact = result.output, result.why_exact
+            ran = what_ran(self.config, why_exact)
             self._warn_if_idle(ran, form, context)
         seconds = time.perf_counter() - begin
         count_reads, stats = (None, {}) if result is None else (result.count_reads, result.stats)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from prescore.autograd import records_gradients, without_autocast
 from prescore.call import Options, first_real, make_call
-from prescore.config import Config, Coupling, Exact, Routed, Selected
+from prescore.config import Config, Coupling, Exact, Hyper, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.ops.operators import accumulation_dtype, pick_operator
 from prescore.rng import Streams, as_streams
@@ -36,6 +36,11 @@ PROMPT = "prescored"
 OVER_SELECTION = "step over the selection"
 OVER_CLUSTERS = "routed step"
 OVER_ALL = "step over all keys"
+
+_WITHOUT_INDEX = "a step without a key index: "
+_WHY_ALL: dict[type[Config], str] = {Hyper: "a step reads every key so far", Selected: "top_k keeps every key"}
+NO_INDEX = "the model's own cache keeps none"
+"""Why steps of a `Routed` find no key index where the cache is not one of ours."""
 
 _MIN_ROOM = 64
 _PROBES = 16
@@ -67,12 +72,12 @@ class CachedKeys(NamedTuple):
 class Step(NamedTuple):
     """How a call is answered: a path and the answer, None = the caller attends, exactly or as for a prompt.
 
-    `reason` says why a step of a `Routed` reads all keys, unless the keys are not of a cache of ours.
+    `why_exact` says why a step reads every key.
     """
 
     path: str
     result: Result | None = None
-    reason: str = ""
+    why_exact: str = ""
 
 
 def keeps_selection(config: Config) -> bool:
@@ -86,7 +91,8 @@ class LayerCache:
     Args:
         evict: Free the keys and values once a selection is made; the selection is then final.
         refresh_every: Select again after so many tokens; None = never.
-        owned: Whether all changes of the keys go through this object. Clusters are kept only then.
+        no_index: Why the key index of a `Routed` is not kept; empty = it is, as all changes of the keys go through
+            this object.
         warned: Warnings already given; layers that share the set warn once.
 
     Attributes:
@@ -104,12 +110,12 @@ class LayerCache:
         *,
         evict: bool = False,
         refresh_every: int | None = None,
-        owned: bool = True,
+        no_index: str = "",
         warned: set[str] | None = None,
     ) -> None:
         self.evict = evict
         self.refresh_every = refresh_every
-        self._owned = owned
+        self.no_index = no_index
         self._warned = set() if warned is None else warned
         self.clear()
 
@@ -179,6 +185,8 @@ class LayerCache:
             output = selection.attend(query, options.scale, options.dropout_p)
             return Step(OVER_SELECTION, Result(output, output.new_empty(0), selection.count_reads(n_query)))
         self.require_all_keys()
+        if not isinstance(config, Routed):
+            return Step(OVER_ALL, None, _WHY_ALL.get(type(config), ""))
         steps = self._routed_steps(query, keys, config, options)
         if isinstance(steps, str):
             return Step(OVER_ALL, None, steps)
@@ -192,7 +200,7 @@ class LayerCache:
 
         None where it would not be that of the keys: padding, gradients, or another kind of attention.
         """
-        if not isinstance(config, Routed) or not self._owned or not keys.in_order:
+        if not isinstance(config, Routed) or self.no_index or not keys.in_order:
             return None
         if keys.valid is not None or options.dropout_p or records_gradients(keys.key, keys.value):
             return None
@@ -273,29 +281,30 @@ class LayerCache:
         return self.selection
 
     def _routed_steps(
-        self, query: Tensor, keys: CachedKeys, config: Config, options: Options
+        self, query: Tensor, keys: CachedKeys, config: Routed, options: Options
     ) -> StepAttention | str:
         """What attends for new queries, or why they read every key instead."""
         made_for = (config, options.backend, options.scale)
-        if not isinstance(config, Routed) or not self._owned:
-            return ""
-        if why_exact(config, 1, keys.n_keys, is_causal=True):
-            return ""
+        if reason := why_exact(config, 1, keys.n_keys, is_causal=True):
+            return reason
+        if self.no_index:
+            return f"{_WITHOUT_INDEX}{self.no_index}"
         if options.dropout_p or records_gradients(query, keys.key, keys.value):
-            return "the key index has neither dropout nor gradients"
+            return f"{_WITHOUT_INDEX}the key index has neither dropout nor gradients"
         if self._steps is not None and self._steps[0] == made_for and keys.valid is None:
             return self._steps[1]
         if options.backend == "auto":
             effective, reason = auto_config(query, keys.key, keys.value, config, is_causal=True)
             if isinstance(effective, Exact):
-                return reason
+                return f"{_WITHOUT_INDEX}{reason}"
             config = effective
         start = None
         if keys.valid is not None and not bool(keys.valid.all()):
             start = first_real(keys.valid)
             position = torch.arange(keys.n_keys, dtype=torch.int64, device=start.device)
             if not torch.equal(keys.valid, position >= start[:, None]):
-                return "there is padding after or between real keys"  # positions are not those of the clusters
+                # positions are not those of the clusters
+                return f"{_WITHOUT_INDEX}there is padding after or between real keys"
         if self._steps is None or self._steps[0] != made_for:
             scale = float(query.shape[-1] ** -0.5 if options.scale is None else options.scale)
             index = self._index if start is None else None
@@ -338,7 +347,7 @@ class ExternalCache(threading.local):
     """
 
     def __init__(self) -> None:
-        self._cache = LayerCache(owned=False)
+        self._cache = LayerCache(no_index=NO_INDEX)
         self._n_prompt = 0  # 0 = unknown
         self._compared_to: SelectionState | None = None
 
@@ -350,8 +359,11 @@ class ExternalCache(threading.local):
         """The selection of the last step; None where it made none."""
         return self._cache.selection
 
-    def step(self, query: Tensor, keys: CachedKeys, config: Config, options: Options) -> Step:
+    def step(
+        self, query: Tensor, keys: CachedKeys, config: Config, options: Options, no_index: str = NO_INDEX
+    ) -> Step:
         """Answer a call, or say how to answer it; `keys` holds all keys so far, perhaps with unused room."""
+        self._cache.no_index = no_index
         n_query = query.shape[2]
         if n_query == 1 and keys.valid is not None:  # leave out the unused room of a static cache
             real = keys.valid.any(dim=0).nonzero()

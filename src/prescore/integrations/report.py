@@ -12,9 +12,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from prescore.config import Config, Exact, Hyper, Routed, Selected
-from prescore.integrations.decode import OVER_ALL, PROMPT, STEP_AT_MOST
-from prescore.routed.layout import why_exact
+from prescore.config import Config
+from prescore.integrations.decode import STEP_AT_MOST
 from prescore.types import Reads, Values
 
 PREFILL, STEPS = "prefill", "steps"
@@ -229,40 +228,9 @@ def totals_of(traces: Iterable[Trace]) -> Values:
     return {"calls": ran.total(), **others, "exact_because": exact, "audit": audit if errors.n else None}
 
 
-def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal: bool, why_all: str = "") -> str:
-    """What a call ran, for the report: an engine, or exact attention and why.
-
-    Args:
-        config: The layer's configuration.
-        path: How the call was answered, see `prescore.integrations.decode.Step`.
-        n_query: Queries.
-        n_keys: Keys so far.
-        is_causal: Whether the mask is causal.
-        why_all: Why a step of a `Routed` has no key index.
-    """
-    reason = None
-    if path in (PROMPT, OVER_ALL) and not isinstance(config, Exact):
-        reason = _why_every_key(config, path == OVER_ALL, n_query, n_keys, is_causal, why_all)
-    return type(config).__name__.lower() if reason is None else f"{READS_ALL}{reason}"
-
-
-def _why_every_key(
-    config: Routed | Selected | Hyper, is_step: bool, n_query: int, n_keys: int, is_causal: bool, why_all: str
-) -> str | None:
-    """Why a call reads every key; None = it does not."""
-    if isinstance(config, Routed):
-        reason = why_exact(config, n_query, n_keys, is_causal=is_causal or is_step)
-        return reason or (f"a step without a key index: {why_all}" if is_step else None)
-    if is_step:
-        return "a step reads every key so far" if isinstance(config, Hyper) else "top_k keeps every key"
-    if is_causal:
-        return f"no longer than min_seq_len={config.min_seq_len}" if n_keys <= config.min_seq_len else None
-    if isinstance(config, Hyper):
-        return "shorter than min_seq_len" if n_query < config.min_seq_len else None
-    if config.top_k is None or not isinstance(config.inner, Exact):
-        return None
-    keeps_all = config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= n_keys
-    return "top_k keeps every key" if keeps_all else None
+def what_ran(config: Config, why_exact: str) -> str:
+    """What a call ran, for the report: the engine of its configuration, or exact attention and why."""
+    return f"{READS_ALL}{why_exact}" if why_exact else type(config).__name__.lower()
 
 
 @dataclass(frozen=True)

@@ -74,11 +74,11 @@ def attend_in_group(
         exchange, result = "selected", attend_selected_shards(shard, config, explain=explain)
     else:
         exchange, result = "ulysses", _by_ulysses(shard, config, explain)
+    if why_exact:
+        result = replace(result, why_exact=why_exact)
     if not explain:
         return result
     stats = {"exchange": exchange, "exchange_reason": reason, "ranks": ranks.size, "bytes_sent": ranks.sent - sent}
-    if why_exact:
-        stats["exact_reason"] = why_exact
     return replace(result, stats={**result.stats, **stats}, selections=[])
 
 

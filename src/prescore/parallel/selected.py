@@ -27,7 +27,7 @@ from prescore.scoring.hashing import hash_ranks, projections
 from prescore.scoring.kmeans import ClusteringScorer, centroid_clusters
 from prescore.scoring.sampling import arange
 from prescore.scoring.select import bring_forward, budget_count
-from prescore.selected.attention import reads_per_query
+from prescore.selected.attention import reads_per_query, why_exact
 from prescore.selected.blocks import BlockPairs, PlacedQueries, exact_part, hyper_part
 from prescore.selected.causal_grid import FULL, Queries, leaf_parts, levels
 from prescore.selected.centroids import Tables, add_centroids, cluster_totals
@@ -78,8 +78,9 @@ def attend_selected_shards(shard: Shard, config: Selected, *, explain: bool = Fa
     )
     attended = Attended(tied(attended.output, received.anchor), attended.lse)
     n_queries = shard.query.shape[:3].numel()
+    reason = why_exact(config, shard.n_query, shard.n_keys, is_causal=shard.is_causal)
     if not explain:
-        return Result(*attended, lambda: reads_per_query(parts, n_queries))
+        return Result(*attended, lambda: reads_per_query(parts, n_queries), why_exact=reason)
     reads, blocks = reads_per_query(parts, n_queries), layout.blocks
     stats: Values = {
         "keys_selected": sum(block.n_selected for block in blocks) / max(1, len(blocks)),
@@ -90,7 +91,7 @@ def attend_selected_shards(shard: Shard, config: Selected, *, explain: bool = Fa
         "seconds": {"attending": time.perf_counter() - begin},
         "backend": shard.operator.name,
     }
-    return Result(*attended, lambda: reads, stats)
+    return Result(*attended, lambda: reads, stats, why_exact=reason)
 
 
 # The layout: which ranks hold the keys of a block, and which ranks have queries that read it.

@@ -25,7 +25,7 @@ from prescore.autograd import records_gradients
 from prescore.call import Call, mean_visible_keys
 from prescore.config import Routed
 from prescore.ops.operators import accumulation_dtype, readable
-from prescore.ops.parts import fold_lse_gradient
+from prescore.ops.parts import attend_parts, exact_parts, fold_lse_gradient
 from prescore.routed import native, plain, reference
 from prescore.routed.backends import BACKENDS, build_index, pick_backend
 from prescore.routed.index import SUMMED, GrowingIndex, KeyIndex
@@ -39,6 +39,7 @@ KEY_NUMBERS_ON_DEVICE = 2**27
 """The same for kernels: a launch should fill the device."""
 MAX_EXPONENT = 80.0
 """Bound on an exponent whose exponential would overflow float32."""
+_GAPS = "padding between real keys"
 _MEANS = ("keys_per_query", "centroids_per_query", "keys_compared", "far_keys_read")
 
 
@@ -50,7 +51,7 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Resul
     if call.valid is None:
         part = _attend(call, config)
     elif isinstance(call.query_start, int) and (reason or not len(call.valid)):
-        part = _attend_exactly(call)
+        part = _attend_exactly(call, reason)
     else:
         part = _attend_padded(call, config, call.valid)
     count_means = part.count_means
@@ -61,7 +62,7 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Resul
 
     stats: Values = {**asdict(layout), "exact_queries": layout.n_query if reason else layout.n_exact, **part.stats}
     if not explain:
-        return Result(*part.attended, count_reads, stats, why_exact=reason)
+        return Result(*part.attended, count_reads, stats, why_exact=part.why_exact)
     stats = {
         "backend": call.operator.name,
         **stats,
@@ -69,7 +70,7 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Resul
         "keys_selected": call.mean_keys(),
         "seconds": {"attending": time.perf_counter() - begin},
     }
-    return Result(*part.attended, count_reads, stats, _visible_chunks(call, config), reason)
+    return Result(*part.attended, count_reads, stats, _visible_chunks(call, config), part.why_exact)
 
 
 class _Part(NamedTuple):
@@ -80,11 +81,13 @@ class _Part(NamedTuple):
         stats: Fields of `Stats` that cost nothing.
         count_means: Counts the means over queries, `_MEANS`. Device counters are read when it is called, after all
             work of the call was started.
+        why_exact: Why every query reads every key; empty where some query routes.
     """
 
     attended: Attended
     stats: Values
     count_means: Callable[[], dict[str, float]]
+    why_exact: str = ""
 
 
 # --- padded batches
@@ -126,7 +129,7 @@ def _attend_padded(call: Call, config: Routed, valid: Tensor) -> _Part:
             key_index=None,
         )
         weights.append(stop - before if n_real_queries < 0 else n_real_queries)
-        part = _attend_exactly(alone) if has_gaps else _attend(alone, config, n_queries=weights[-1])
+        part = _attend_exactly(alone, _GAPS) if has_gaps else _attend(alone, config, n_queries=weights[-1])
         output, lse = part.attended
         after = call.n_query - stop
         filled = Attended(pad(output, (0, 0, before, after)), pad(lse, (before, after), value=-torch.inf))
@@ -142,7 +145,8 @@ def _attend_padded(call: Call, config: Routed, valid: Tensor) -> _Part:
         totals = {name: sum(w * m[name] for w, m in zip(weights, all_means, strict=True)) for name in _MEANS}
         return {name: total / max(1, sum(weights)) for name, total in totals.items()}
 
-    return _Part(attended, stats, count_means)
+    reasons = [part.why_exact for part in parts]
+    return _Part(attended, stats, count_means, "; ".join(dict.fromkeys(reasons)) if all(reasons) else "")
 
 
 def _visible_chunks(call: Call, config: Routed) -> list[Selection]:
@@ -163,32 +167,32 @@ def _visible_chunks(call: Call, config: Routed) -> list[Selection]:
 # --- one call
 
 
-def _attend_exactly(call: Call) -> _Part:
+def _attend_exactly(call: Call, why: str = "") -> _Part:
     """Every query of the call reads every key it may see."""
+    parts = exact_parts(call.query, call.key, is_causal=call.is_causal, valid=call.valid)
+    operator = call.operator.at("head" if call.is_causal else "few")
+    attended = attend_parts(call.query, call.key, call.value, parts, scale=call.scale, operator=operator)
     sizes = call.n_query, call.n_keys, call.valid, call.is_causal
-    return _Part(call.exactly("head" if call.is_causal else "few"), {}, partial(_exact_means, *sizes))
+    return _Part(attended, {}, partial(_exact_means, *sizes), why)
 
 
 def _attend(call: Call, config: Routed, *, n_queries: int | None = None) -> _Part:
     """Routed attention of a call without padding; `n_queries` of its queries are real, None = all."""
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
     n_queries = layout.n_query if n_queries is None else n_queries
-    is_exact = why_exact(config, n_queries, call.n_keys, is_causal=call.is_causal)
+    reason = why_exact(config, n_queries, call.n_keys, is_causal=call.is_causal)
     n_exact = layout.n_exact
-    if is_exact or n_exact == layout.n_query or not call.query.numel() or not call.key.numel():
-        return _attend_exactly(call)
+    if reason or n_exact == layout.n_query or not call.query.numel() or not call.key.numel():
+        return _attend_exactly(call, reason)
     backend = _backend_of(call, layout)
     # native code reads the first queries too, and faster; the operator alone has their gradients
     is_recorded = records_gradients(call.query, call.key, call.value)
     n_apart = 0 if backend == "native" and not is_recorded else n_exact
-    results = [_attend_first(call, layout, n_apart)] if n_apart else []
+    results = [_attend_exactly(_first_queries(call, layout, n_apart)).attended] if n_apart else []
     parts: list[tuple[Tensor, Tensor]] = []
     counts = torch.zeros(2, dtype=torch.float64, device=call.query.device)
-    index, n_done, log_inverse = (
-        _kept_index(call, layout, backend),
-        0,
-        reference.log_inverse_weight(config.min_weight),
-    )
+    index, n_done = _kept_index(call, layout, backend), 0
+    log_inverse = reference.log_inverse_weight(config.min_weight)
     for inputs in _head_batches(call, n_apart, backend):
         query, key, value = inputs
         operator = call.operator.at(f"heads {len(parts)}")
@@ -215,11 +219,11 @@ def _backend_of(call: Call, layout: Layout) -> str:
     return pick_backend(call.backend, call.query, call.value.shape[-1], layout.cluster_size)
 
 
-def _attend_first(call: Call, layout: Layout, n_exact: int) -> Attended:
-    """The first queries of a causal call, which read every key they may see."""
+def _first_queries(call: Call, layout: Layout, n_exact: int) -> Call:
+    """The first queries of a causal call, with the keys that they may see."""
     stop = layout.first + n_exact
     query, key, value = call.query[:, :, :n_exact], call.key[:, :, :stop], call.value[:, :, :stop]
-    return replace(call, query=query, key=key, value=value).exactly("head")
+    return replace(call, query=query, key=key, value=value)
 
 
 def _all_heads(call: Call, parts: list[tuple[Tensor, Tensor]]) -> Attended:
@@ -283,12 +287,8 @@ class _RoutedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
         # once: checkpointing forbids a second look
         query, key, value, *fields, output, lse, threshold = ctx.saved_tensors
-        inputs, index, view, wide = (
-            (query, key, value),
-            KeyIndex(*fields),
-            ctx.view,
-            accumulation_dtype(query.dtype),
-        )
+        inputs, index = (query, key, value), KeyIndex(*fields)
+        view, wide = ctx.view, accumulation_dtype(query.dtype)
         if grad is None and grad_lse is None:
             return (None,) * (4 + len(fields))
         if grad is None:

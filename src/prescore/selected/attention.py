@@ -15,23 +15,23 @@ from prescore.selected.plan import Plan, make_plan
 from prescore.types import Reads, Result, Values
 
 
-def reads_every_key(call: Call, config: Selected | Hyper) -> bool:
+def is_one_leaf(config: Selected | Hyper, n_query: int, n_keys: int, *, is_causal: bool) -> bool:
     """Whether a call without padding or a given selection is one causal leaf, or one block exempt by the flag."""
-    if call.is_causal:
-        return call.n_keys <= max(1, config.min_seq_len)
-    return config.leaf_inclusive and call.n_query <= config.min_seq_len
+    if is_causal:
+        return n_keys <= max(1, config.min_seq_len)
+    return config.leaf_inclusive and n_query <= config.min_seq_len
 
 
-def why_exact(call: Call, config: Selected | Hyper) -> str:
+def why_exact(config: Selected | Hyper, n_query: int, n_keys: int, *, is_causal: bool) -> str:
     """Why every query of a call without a given selection reads every key; empty = it chooses."""
-    if call.is_causal:
-        return f"no longer than min_seq_len={config.min_seq_len}" if reads_every_key(call, config) else ""
-    few = call.n_query <= config.min_seq_len if config.leaf_inclusive else call.n_query < config.min_seq_len
-    if few and (isinstance(config, Hyper) or config.leaf_inclusive):
+    one_leaf = is_one_leaf(config, n_query, n_keys, is_causal=is_causal)
+    if is_causal:
+        return f"no longer than min_seq_len={config.min_seq_len}" if one_leaf else ""
+    if one_leaf or (isinstance(config, Hyper) and n_query < config.min_seq_len):
         return "shorter than min_seq_len"
     if isinstance(config, Hyper) or not isinstance(config.inner, Exact) or config.top_k is None:
         return ""
-    keeps_all = config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= call.n_keys
+    keeps_all = config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= n_keys
     return "top_k keeps every key" if keeps_all else ""
 
 
@@ -39,7 +39,9 @@ def attend_selected(
     call: Call, config: Selected | Hyper, given: Tensor | None = None, *, explain: bool = False
 ) -> Result:
     """Run Algorithm 2; `given [B, Hkv, Nk]` is a selection to use instead of making one, in aligned positions."""
-    reason = why_exact(call, config) if given is None else ""
+    reason = ""
+    if given is None:
+        reason = why_exact(config, call.n_query, call.n_keys, is_causal=call.is_causal)
     if isinstance(config, Hyper):  # HyperAttention over all keys selects every key
         config = Selected(
             top_k=1.0,

@@ -168,7 +168,7 @@ class ContextParallelAttention:
             result = attend(query, key, value, self.config, options, group=group, refusal=refusal)
             output, seconds, n_keys = result.output, time.perf_counter() - begin, key.shape[2] * n_ranks
             name = "exact" if isinstance(self.config, Exact) else PROMPT
-            ran = what_ran(self.config, PROMPT, n_keys, n_keys, is_causal=context.is_causal)
+            ran = what_ran(self.config, result.why_exact)
             path, ran = f"{name} on {n_ranks} ranks", f"{ran} on {n_ranks} ranks"
             count, stats = result.count_reads, result.stats
             call = CallTrace(path, ran, kind, n_keys, n_keys, seconds, lambda: (count(), None), stats)
