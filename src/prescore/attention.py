@@ -298,18 +298,8 @@ def attend(
             operator = pick_operator(
                 query, options.backend, Dropout(options.dropout_p, dropout_streams.child("dropout"))
             )
-        call = make_call(
-            *differentiable_once(query, key, value),
-            options.key_padding_mask,
-            is_causal=options.is_causal,
-            scale=options.scale,
-            operator=operator,
-            streams=streams,
-            aligned=not isinstance(config, Exact),
-            backend=options.backend,
-        )
-        if options.key_index is not None and call.valid is None:
-            call = replace(call, key_index=options.key_index)
+        tensors, is_aligned = differentiable_once(query, key, value), not isinstance(config, Exact)
+        call = make_call(*tensors, options, operator=operator, streams=streams, aligned=is_aligned)
         members = None
         if options.selection is not None:
             members = given_members(options.selection, call.shift, call.valid, key.shape[2])

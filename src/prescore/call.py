@@ -152,19 +152,17 @@ def make_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None = None,
+    options: Options,
     *,
-    is_causal: bool,
-    scale: float | None,
     operator: Operator,
     streams: Streams | None = None,
     aligned: bool = True,
-    backend: str = "auto",
 ) -> Call:
-    """The inputs of an attention function, as the user gave them, as a call; `mask` is the key padding mask.
+    """The inputs of an attention function, as the user gave them, as a call.
 
     `aligned` shifts rows to their first real key, which exact attention does not need.
     """
+    is_causal, mask = options.is_causal, options.key_padding_mask
     # C reads memory, which an efficient zero tensor does not have
     query, key, value = (t.clone() if t._is_zerotensor() else t for t in (query, key, value))
     n_query, n_keys = query.shape[2], key.shape[2]
@@ -172,7 +170,7 @@ def make_call(
     if is_causal and mask is not None:
         real = mask[:, n_keys - n_query :]
         query, blind = _finite_padding(query, real), _blind_queries(mask)[:, n_keys - n_query :]
-    query, factor = with_positive_scale(query, scale)
+    query, factor = with_positive_scale(query, options.scale)
     start: Tensor | int = n_keys - n_query if is_causal else 0
     valid, shift, query_valid, moved = mask, None, None, False
     if aligned:
@@ -196,7 +194,8 @@ def make_call(
     return Call(
         query, key, value, is_causal, factor, operator, streams or Streams(),
         valid=valid, query_start=start, query_valid=query_valid, shift=shift, queries_moved=moved,
-        blind=blind if blind is not None and maybe_any(blind) else None, backend=backend,
+        blind=blind if blind is not None and maybe_any(blind) else None, backend=options.backend,
+        key_index=options.key_index if valid is None else None,
     )  # fmt: skip
 
 

@@ -451,8 +451,8 @@ class SelectionState:
         if not isinstance(config, Selected):
             raise TypeError(f"config must be a Selected to keep a selection, got {type(config).__name__}")
         query = key[:, :, -1:]
-        operator = pick_operator(query)
-        call = make_call(query, key, value, valid, is_causal=False, scale=None, operator=operator, streams=streams)
+        options = Options(key_padding_mask=valid)
+        call = make_call(query, key, value, options, operator=pick_operator(query), streams=streams)
         plan = make_plan(call, _with_exact_inner(config))
         if not plan.parts:  # nothing but padding so far
             return cls(config, KVBuffer(key[:, :, :0], value[:, :, :0]), key.shape[2], 0, 0)

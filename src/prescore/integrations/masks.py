@@ -323,7 +323,7 @@ def _windowed(
     needs_torch = dropout or records_gradients(query, key, value)
     if ranges is not None and not needs_torch and native.can_run(query, value.shape[-1], native.WIDTH):
         with without_autocast(query, key, value) as tensors:
-            q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in tensors)
+            q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
             return native.attend_ranges(q, k, v, *ranges, q.shape[-1] ** -0.5 if scale is None else scale).output
     outputs = []
     for first in range(0, n_query, _WINDOW_BLOCK):
@@ -397,9 +397,9 @@ def _segments(starts: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         positions, segment = positions[valid.flatten()], segment[valid.flatten()]
     _, number, counts = torch.unique_consecutive(segment, return_inverse=True, return_counts=True)
     first = counts.cumsum(0) - counts
-    place = torch.arange(len(positions), dtype=torch.int64, device=segment.device) - first[number]
+    column = torch.arange(len(positions), dtype=torch.int64, device=segment.device) - first[number]
     places = positions.new_zeros(len(counts), int(counts.max()) if len(counts) else 0)
     is_token = torch.zeros_like(places, dtype=torch.bool)
-    places[number, place] = positions
-    is_token[number, place] = True
+    places[number, column] = positions
+    is_token[number, column] = True
     return places, is_token

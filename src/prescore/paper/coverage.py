@@ -216,11 +216,15 @@ def coverage_plot(records: Sequence[Record], path: str | Path) -> None:
     chance = {b: _percent(seeds) for by_budget in chances for b, seeds in sorted(by_budget.items())}
     with figure(path, (3.2 * len(panels), 3.4), ncols=len(panels), sharey=True) as (_, axes):
         for panel, (name, title) in zip(axes, panels.items(), strict=True):
-            for place, (line, by_budget) in enumerate(values_by_line(records, name).items()):
+            for line_number, (line, by_budget) in enumerate(values_by_line(records, name).items()):
                 means = [_percent(by_budget[budget]) for budget in sorted(by_budget)]
                 words = label(line, keeps_prefix=False)
                 # open markers and thin lines: a line that equals another one stays visible
-                style = {"markersize": 9 - place % 4 * 2, "markerfacecolor": "none", **line_style(place)}
+                style = {
+                    "markersize": 9 - line_number % 4 * 2,
+                    "markerfacecolor": "none",
+                    **line_style(line_number),
+                }
                 panel.plot(sorted(by_budget), means, label=words, **style)
             panel.plot(list(chance), list(chance.values()), "--", color="#444444", label="chance")
             # lines at 0 and 100 need room

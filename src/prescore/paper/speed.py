@@ -205,8 +205,8 @@ def scoring_plot(records: Sequence[Record], path: str | Path) -> None:
                     (record.config["n"], results["seconds"])
                 )
     with figure(path, (7, 4.5)) as (_, axes):
-        for place, (label, points) in enumerate(lines.items()):
-            axes.plot(*zip(*sorted(points), strict=True), label=label, markersize=4, **line_style(place))
+        for line_number, (label, points) in enumerate(lines.items()):
+            axes.plot(*zip(*sorted(points), strict=True), label=label, markersize=4, **line_style(line_number))
         powers_of_two(axes)
         axes.set_yscale("log")
         axes.set(title="Scoring alone", xlabel="keys", ylabel="seconds")

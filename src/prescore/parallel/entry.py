@@ -158,18 +158,9 @@ def _run(
 ) -> Result:
     """The one-process engine over full sequences; the result lies where the queries were."""
     query, key, value = tensors
-    call = make_call(
-        query,
-        key,
-        value,
-        None if shard.mask is None else shard.mask[:, : key.shape[2]],
-        is_causal=shard.is_causal,
-        scale=shard.scale,
-        operator=shard.operator,
-        streams=shard.streams,
-        aligned=aligned,
-        backend=shard.backend,
-    )
+    mask = None if shard.mask is None else shard.mask[:, : key.shape[2]]
+    options = Options(shard.is_causal, mask, shard.scale, backend=shard.backend)
+    call = make_call(query, key, value, options, operator=shard.operator, streams=shard.streams, aligned=aligned)
     result = run_engine(call, config, explain=explain, need_lse=explain)
     output, lse = call.restore(result.attended)
     return replace(result, output=output, lse=lse)
@@ -186,7 +177,7 @@ def attend_step(
     query and head, whatever the length of the cache.
     """
     is_causal, operator = group.rank == group.size - 1, pick_operator(query)
-    call = make_call(query, key, value, valid, is_causal=is_causal, scale=scale, operator=operator, aligned=False)
+    call = make_call(query, key, value, Options(is_causal, valid, scale), operator=operator, aligned=False)
     parts = exact_parts(call.query, call.key, is_causal=is_causal, valid=call.valid)
     local = attend_parts(call.query, call.key, call.value, parts, scale=call.scale, operator=operator)
     results = group.gather(torch.cat((local.output.to(local.lse.dtype), local.lse[..., None]), dim=-1))

@@ -93,8 +93,8 @@ class PrescoredMetadataBuilder(CPUAttentionMetadataBuilder):
                 [torch.arange(starts[i], starts[i + 1], dtype=torch.int64, device="cpu") for i in few]
             )
             others = super().build(common_prefix_len, _some_requests(common, few, n_keys, n_new, rows), fast_build)
-        own = {item.name: getattr(whole, item.name) for item in fields(CPUAttentionMetadata)}
-        return PrescoredMetadata(**own, paged=self._paged, routed=routed, others=others, other_rows=rows)
+        inherited = {item.name: getattr(whole, item.name) for item in fields(CPUAttentionMetadata)}
+        return PrescoredMetadata(**inherited, paged=self._paged, routed=routed, others=others, other_rows=rows)
 
 
 def _some_requests(
@@ -162,9 +162,9 @@ class PrescoredImpl(CPUAttentionBackendImpl):
         cache = _key_and_value_blocks(kv_cache)
         shaped = output.view(len(output), self.num_heads, -1)
         for request in metadata.routed:
-            own = query[request.queries].view(-1, self.num_heads, self.head_size)
+            queries = query[request.queries].view(-1, self.num_heads, self.head_size)
             if paged is not None:
-                shaped[request.queries] = paged.attend(layer.layer_name, request, own, cache, self.scale)
+                shaped[request.queries] = paged.attend(layer.layer_name, request, queries, cache, self.scale)
         return output
 
     def _knows_layout(self, layer: Any, kv_cache: Tensor) -> bool:

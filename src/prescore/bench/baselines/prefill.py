@@ -155,9 +155,9 @@ def xattention(
         raise ValueError(f"block_size must be a multiple of the stride {stride}, got {block_size}")
 
     def choose(chunk: _Chunk) -> Tensor:
-        earlier, own = chunk.key[:, : chunk.first], chunk.key[:, chunk.first :]
+        earlier, local = chunk.key[:, : chunk.first], chunk.key[:, chunk.first :]
         rows = _tiles(chunk.query, block_size, stride, reverse=True)  # [b, G, T, stride * D]
-        keys = torch.cat([_tiles(part, block_size, stride) for part in (earlier, own)], 1)
+        keys = torch.cat([_tiles(part, block_size, stride) for part in (earlier, local)], 1)
         some, counted = (_some(there, block_size, stride) for there in (chunk.earlier, chunk.counted))
         causal = torch.ones(counted.shape[1], counted.shape[1], dtype=torch.bool, device=keys.device).tril()
         seen = torch.cat((some[:, None].expand(-1, len(causal), -1), causal & counted[:, None]), -1)

@@ -120,9 +120,9 @@ def _buckets(rows: Tensor, rotation: Tensor) -> Tensor:
         return rows.new_zeros(rows.shape[:2], dtype=torch.int64)
     turned = rows @ rotation
     # the largest of [x R, -x R] is the entry of largest size, on the side of its sign
-    place = turned.abs().argmax(-1, keepdim=True)
-    opposite = turned.gather(-1, place) < 0
-    return (place + opposite * turned.shape[-1]).squeeze(-1)
+    largest = turned.abs().argmax(-1, keepdim=True)
+    opposite = turned.gather(-1, largest) < 0
+    return (largest + opposite * turned.shape[-1]).squeeze(-1)
 
 
 @torch.no_grad()

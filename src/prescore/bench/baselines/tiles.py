@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.call import Call, Generator, first_real, make_call
+from prescore.call import Call, Generator, Options, first_real, make_call
 from prescore.ops.operators import accumulation_dtype, pick_operator
 from prescore.ops.parts import Part, attend_parts, mask_bias
 from prescore.types import Attended
@@ -154,10 +154,8 @@ def baseline(choose: Callable[..., list[Part] | Attended]) -> Callable[..., Atte
     ) -> Attended:
         mask = key_padding_mask
         checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
-        operator = pick_operator(query)
-        call = make_call(
-            query, key, value, mask, is_causal=is_causal, scale=scale, operator=operator, aligned=False
-        )
+        options = Options(is_causal, mask, scale)
+        call = make_call(query, key, value, options, operator=pick_operator(query), aligned=False)
         valid = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if mask is None else mask
         shift = first_real(valid) if key.shape[2] else valid.new_zeros(key.shape[0], dtype=torch.int64)
         read = choose(Placed(call, valid, shift, generator), **settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,36 +26,72 @@ _QUICK_PROMPT, _QUICK_TOKENS, _TOKENS = 2560, 8, 64
 """Sizes of `--quick`: the default routes after 2048 tokens; tokens generated otherwise."""
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """Options: the text that is continued."""
+
+    prompt: str | None = typer.Option(None, help="The prompt itself.")
+    document: str | None = typer.Option(
+        None, "--document", "-d", help="The text to continue: a file or a name of the corpus."
+    )
+    length: int | None = typer.Option(
+        None, "--length", "-n", min=1, help="Cut the prompt to this many tokens.  [default: all]"
+    )
+
+    def read(self, quick: bool) -> Prompt:
+        """The text itself in place of its document, and how much of it is read."""
+        from prescore.bench.language.documents import TOPICS, load_documents
+
+        document = TOPICS if quick and self.prompt is None and self.document is None else self.document
+        if (self.prompt is None) == (document is None):
+            raise ValueError("exactly one of --prompt and --document must be given")
+        text = self.prompt if document is None else load_documents([document], limit=1)[0].text
+        return Prompt(text, None, self.length or (_QUICK_PROMPT if quick else None))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options: how it is continued."""
+
+    method: str = typer.Option(
+        "default", help="default, hyper, exact or [paper:]SCORER[-RULE][-sample][+centroids]."
+    )
+    top_k: str | None = typer.Option(
+        None, help="Keys kept by a scorer, a count or a fraction.  [default: its own]"
+    )
+    max_new_tokens: int | None = typer.Option(None, min=1, help="Tokens to generate at most.  [default: 64]")
+    prefill_chunk_size: int | None = typer.Option(
+        None, min=1, help="Tokens of the prompt per forward; fewer need less memory.  [default: all]"
+    )
+    evict: bool = typer.Option(False, "--evict", help="Free the keys and values that a scorer left out.")
+    refresh_every: int | None = typer.Option(
+        None, min=1, help="Select again after so many tokens.  [default: never]"
+    )
+    beams: int = typer.Option(1, min=1, help="Beam search with this many beams; 1 = greedy.")
+    ignore_end: bool = typer.Option(False, "--ignore-end", help="Continue after the end token.")
+
+    def check(self, config: Config) -> None:
+        """Refuse what would have no effect."""
+        from prescore.integrations.decode import keeps_selection
+
+        for name in ("prefill_chunk_size", "ignore_end"):
+            if getattr(self, name) and self.beams > 1:
+                raise ValueError(f"{name} must come with one beam, got {self.beams} beams")
+        for name in ("evict", "refresh_every"):
+            if getattr(self, name) and not keeps_selection(config):
+                kind = type(config).__name__
+                raise ValueError(f"{name} must come with a Selected that leaves keys out, got {kind}")
+
+
 def command(
     given: cli.Language,
     run: cli.Run,
-    prompt: str | None = typer.Option(None, help="The prompt itself."),
-    document: str | None = typer.Option(
-        None, "--document", "-d", help="The text to continue: a file or a name of the corpus."
-    ),
-    length: int | None = typer.Option(
-        None, "--length", "-n", min=1, help="Cut the prompt to this many tokens.  [default: all]"
-    ),
-    method: str = typer.Option(
-        "default", help="default, hyper, exact or [paper:]SCORER[-RULE][-sample][+centroids]."
-    ),
-    top_k: str | None = typer.Option(
-        None, help="Keys kept by a scorer, a count or a fraction.  [default: its own]"
-    ),
-    max_new_tokens: int | None = typer.Option(None, min=1, help="Tokens to generate at most.  [default: 64]"),
-    prefill_chunk_size: int | None = typer.Option(
-        None, min=1, help="Tokens of the prompt per forward; fewer need less memory.  [default: all]"
-    ),
-    evict: bool = typer.Option(False, "--evict", help="Free the keys and values that a scorer left out."),
-    refresh_every: int | None = typer.Option(
-        None, min=1, help="Select again after so many tokens.  [default: never]"
-    ),
-    beams: int = typer.Option(1, min=1, help="Beam search with this many beams; 1 = greedy."),
+    prompt: Prompt,
+    settings: Settings,
     exact: bool = typer.Option(True, help="Run exact attention too, for comparison."),
     agreement: bool = typer.Option(
         False, "--agreement", help="Also compare each choice with exact attention's after the same tokens."
     ),
-    ignore_end: bool = typer.Option(False, "--ignore-end", help="Continue after the end token."),
 ) -> None:
     """Continue a text greedily; print the text, prefill and decode speed, cache memory and selection sizes.
 
@@ -65,54 +101,21 @@ def command(
     """
     from prescore.bench.language.generation import generation_table
 
-    if run.quick:
-        length, max_new_tokens = length or _QUICK_PROMPT, max_new_tokens or _QUICK_TOKENS
-    settings = Settings(
-        read_config(method, top_k, given.fields),
-        layers=cli.read_layers(given.layers),
-        max_new_tokens=max_new_tokens or _TOKENS,
-        prefill_chunk_size=prefill_chunk_size,
-        evict=evict,
-        refresh_every=refresh_every,
-        beams=beams,
-        ignore_end=ignore_end,
-    )
-    if agreement and (not exact or beams > 1):
-        raise ValueError(f"--agreement must come with --exact and one beam, got exact={exact} and {beams} beams")
-    settings.check()
-    text = _prompt(prompt, document, run.quick)
+    n_tokens = settings.max_new_tokens or (_QUICK_TOKENS if run.quick else _TOKENS)
+    settings = replace(settings, max_new_tokens=n_tokens)
+    config = read_config(settings.method, settings.top_k, given.fields)
+    if agreement and (not exact or settings.beams > 1):
+        raise ValueError(
+            f"--agreement must come with --exact and one beam, got exact={exact} and {settings.beams} beams"
+        )
+    settings.check(config)
+    prompt = prompt.read(run.quick)
     session = run.open("generate", given.device)
-    comparison = Comparison.load(given, settings, session, text, length, run.seed)
+    comparison = Comparison.load(given, run, session, prompt, settings, config)
     records = session.run(comparison.rows(exact, agreement))
     with session.reading():
         session.show(generation_table(records).to_rich())
     session.say(f"records: {session.file.path}")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a prompt is continued; see the options."""
-
-    config: Config
-    layers: str | list[int]
-    max_new_tokens: int
-    prefill_chunk_size: int | None
-    evict: bool
-    refresh_every: int | None
-    beams: int
-    ignore_end: bool
-
-    def check(self) -> None:
-        """Refuse what would have no effect."""
-        from prescore.integrations.decode import keeps_selection
-
-        for name in ("prefill_chunk_size", "ignore_end"):
-            if getattr(self, name) and self.beams > 1:
-                raise ValueError(f"{name} must come with one beam, got {self.beams} beams")
-        for name in ("evict", "refresh_every"):
-            if getattr(self, name) and not keeps_selection(self.config):
-                kind = type(self.config).__name__
-                raise ValueError(f"{name} must come with a Selected that leaves keys out, got {kind}")
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ class Comparison:
     Attributes:
         session: Where rows are kept.
         loaded: The model.
+        config: What it is continued by beside exact attention.
+        layers: In which layers.
         settings: How it is continued.
         ids: The prompt, `[1, N]`.
         described: What all records say.
@@ -131,6 +136,8 @@ class Comparison:
 
     session: cli.Session
     loaded: LanguageModel
+    config: Config
+    layers: str | list[int]
     settings: Settings
     ids: torch.Tensor
     described: Values
@@ -141,20 +148,20 @@ class Comparison:
     def load(
         cls,
         given: cli.Language,
-        settings: Settings,
+        run: cli.Run,
         session: cli.Session,
-        text: str,
-        length: int | None,
-        seed: int,
+        prompt: Prompt,
+        settings: Settings,
+        config: Config,
     ) -> Comparison:
         """Load the model; one that cannot run the configuration is refused before anything is computed."""
         from prescore.integrations.apply import apply
 
-        loaded = given.load(check_head=False)
-        ids = loaded.encode(text)[None, :length].to(given.device)
+        loaded, layers = given.load(check_head=False), cli.read_layers(given.layers)
+        ids = loaded.encode(prompt.prompt or "")[None, : prompt.length].to(given.device)
         if ids.shape[1] == 0:
             raise ValueError("the prompt must have at least one token, got an empty text")
-        apply(loaded.model, settings.config, layers=settings.layers).undo()
+        apply(loaded.model, config, layers=layers).undo()
         chunks, size = {}, settings.prefill_chunk_size
         if size is not None:
             chunks = {"prefill_chunk_size": size}
@@ -168,12 +175,12 @@ class Comparison:
             "ignore_end": settings.ignore_end,
             **chunks,
         }
-        return cls(session, loaded, settings, ids, described, seed)
+        return cls(session, loaded, config, layers, settings, ids, described, run.seed)
 
     def rows(self, exact: bool, agreement: bool) -> list[Row]:
         """What is measured, exact attention first."""
         settings = self.settings
-        options: Values = {"config": settings.config.to_dict(), "layers": settings.layers}
+        options: Values = {"config": self.config.to_dict(), "layers": self.layers}
         options |= {"evict": settings.evict, "refresh_every": settings.refresh_every}
 
         def row(attention: str, fields: Values, measure: Callable[[], Values]) -> Row:
@@ -195,7 +202,7 @@ class Comparison:
         """The configuration's text, and how far it is exact attention's."""
         from prescore.bench.language.generation import first_token_kl
 
-        made = self.generate(self.settings.config)
+        made = self.generate(self.config)
         results = self._results(made)
         if compare:
             pairs = zip(self._exact_tokens(), made.tokens, strict=False)
@@ -209,10 +216,10 @@ class Comparison:
         from prescore.bench.language import generation
 
         self.session.say(f"after the exact text: reading {self.ids.shape[1]} tokens")
-        tokens, config = self._exact_tokens(), self.settings.config
+        tokens, config = self._exact_tokens(), self.config
         forced: Values = {"forced": tokens, "prefill_chunk_size": self.settings.prefill_chunk_size}
         model, cache = self.loaded.model, self._cache(config)
-        made = generation.generate_measured(model, self.ids, cache, config, layers=self.settings.layers, **forced)
+        made = generation.generate_measured(model, self.ids, cache, config, layers=self.layers, **forced)
         return {**made.results, **generation.agreement(tokens, made.tokens)}
 
     def generate(self, attention: Config | None) -> Generated:
@@ -231,7 +238,7 @@ class Comparison:
                 streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
 
         settings, call = self.settings, (self.loaded.model, self.ids, self._cache(attention), attention)
-        options: Values = {"layers": settings.layers, "max_new_tokens": settings.max_new_tokens}
+        options: Values = {"layers": self.layers, "max_new_tokens": settings.max_new_tokens}
         if settings.beams > 1:
             made = generation.beams_measured(*call, **options, n_beams=settings.beams)
             show(*made.tokens)
@@ -275,13 +282,3 @@ def read_config(name: str, top_k: str | None, fields: Values) -> Config:
             raise ValueError(f"--top-k must come with a scorer as --method, got {top_k} for {name!r}")
         fields = {"top_k": cli.read_budget(top_k), **fields}
     return change(named, fields)
-
-
-def _prompt(prompt: str | None, document: str | None, quick: bool) -> str:
-    from prescore.bench.language.documents import TOPICS, load_documents
-
-    if quick and prompt is None and document is None:
-        document = TOPICS
-    if (prompt is None) == (document is None):
-        raise ValueError("exactly one of --prompt and --document must be given")
-    return prompt or "" if document is None else load_documents([document], limit=1)[0].text

@@ -73,9 +73,9 @@ class Task:
 
 
 class _Fact(NamedTuple):
-    """A sentence at a place in the text, and for a fact that is asked for its depth, question and answer."""
+    """A sentence, its position (0 to 1), and the depth, question and answer of a fact that is asked."""
 
-    place: float
+    position: float
     sentence: str
     depth: float = 0.0
     question: str = ""
@@ -106,11 +106,11 @@ def make_problem(
     is_many = task.name == MANY_NEEDLES
     where, which = (task.depths, f"{seed} {sample}") if is_many else (task.depths[0], seed * 1000 + sample)
     draw = random.Random(f"{task.name} {task.length} {where} {which}")
-    facts = sorted((_needles if is_many else _one_fact)(task, draw), key=lambda fact: fact.place)
+    facts = sorted((_needles if is_many else _one_fact)(task, draw), key=lambda fact: fact.position)
     order = [fact for fact in facts if fact.question]
     order = draw.sample(order, len(order)) if is_many else order
     encode, opening = partial(language_model.encode, special=False), language_model.opening()
-    inserts = [(fact.place, encode(f"\n{fact.sentence}\n")) for fact in facts]
+    inserts = [(fact.position, encode(f"\n{fact.sentence}\n")) for fact in facts]
     tail: list[Tensor] = []
     spans = {}
     for fact in order:
@@ -127,8 +127,8 @@ def make_problem(
             f"got {task.length}"
         )
     text, parts, taken = _haystack_part(language_model, haystack, room, draw), [opening], 0
-    for place, tokens in inserts:
-        end = round(place * (room - clear))
+    for position, tokens in inserts:
+        end = round(position * (room - clear))
         parts += [text[taken:end], tokens]
         taken = end
     first = task.length - sum(map(len, tail))
@@ -178,9 +178,9 @@ def _one_fact(task: Task, draw: random.Random) -> list[_Fact]:
     question = f"\nRemember what was said above. The secret number of {cities[0]} is"
     facts = [_Fact(depth, sentence.format(cities[0], number), depth, question, f" {number}")]
     if task.name == "multi-key-needle":
-        others = sorted(_DISTRACTOR_DEPTHS, key=lambda place: -abs(place - depth))[:N_DISTRACTORS]
-        for place, city in zip(others, cities[1:], strict=True):
-            facts.append(_Fact(place, sentence.format(city, draw.randrange(10_000, 100_000))))
+        others = sorted(_DISTRACTOR_DEPTHS, key=lambda other: -abs(other - depth))[:N_DISTRACTORS]
+        for other, city in zip(others, cities[1:], strict=True):
+            facts.append(_Fact(other, sentence.format(city, draw.randrange(10_000, 100_000))))
     return facts
 
 

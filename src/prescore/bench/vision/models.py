@@ -288,8 +288,8 @@ def open_folder(folder: str | Path, *, labels: str | Path | None = None, limit: 
     file = labels or next((path for path in beside if path.is_file()), None)
     if file is None:
         classes = sorted(path for path in folder.iterdir() if path.is_dir())
-        found = [(path, label) for label, kind in enumerate(classes) for path in sorted(kind.iterdir())]
-        labelled = [(path, label) for path, label in found if path.suffix.lower() in SUFFIXES]
+        files = [(path, label) for label, kind in enumerate(classes) for path in sorted(kind.iterdir())]
+        labelled = [(path, label) for path, label in files if path.suffix.lower() in SUFFIXES]
     else:
         labelled = [(folder / name, label) for name, label in sorted(_read_labels(Path(file)).items())]
         labelled = [(path, label) for path, label in labelled if path.is_file()]

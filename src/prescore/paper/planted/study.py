@@ -440,20 +440,16 @@ def lp_claims(model: PlantedModel, *, p: float, basis: str, seed: int) -> list[V
     def recall(scores: Tensor) -> float:
         return float(model.signal[scores.topk(n_signal).indices].double().mean())
 
-    found = (
-        []
-        if weights is None or sensitivities is None
-        else [
-            check(claim, "recall by l_p sensitivity", recall(sensitivities), "=", 1.0),
-            check(claim, "recall by Lewis weights", recall(weights), "=", 1.0),
-        ]
-    )
+    recalls = []
+    if weights is not None and sensitivities is not None:
+        recalls.append(check(claim, "recall by l_p sensitivity", recall(sensitivities), "=", 1.0))
+        recalls.append(check(claim, "recall by Lewis weights", recall(weights), "=", 1.0))
     return [
         check(claim, "Delta_min", smallest, "=", 1.0),
         check(claim, "Delta_min - 2 delta_max", smallest - 2 * deviation, ">", 0.0),
         check(claim, "signal groups that are one cluster", recovered.groups, "=", 1.0),
         check(claim, "noise rows in one cluster", recovered.noise, "=", 1.0),
-        *found,
+        *recalls,
     ]
 
 
