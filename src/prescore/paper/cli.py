@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from prescore.bench.cli import options as cli
 from prescore.bench.cli.perplexity import Losses, Texts, measure_losses, save_losses, write_text
-from prescore.bench.cli.vision import VisionOptions
+from prescore.bench.cli.vision import DIGIT_BUDGETS, VisionOptions
 from prescore.paper import items
 from prescore.paper.items import Item
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from prescore.bench.methods import Method
     from prescore.bench.records import Record, Row, Values
     from prescore.bench.tables import Table
-
-_DIGIT_BUDGETS = [8, 16, 24, 32]
-
 
 _EXAMPLE = "Example: prescore paper {0} --quick --out runs/{0}"
 _EXAMPLES = {
@@ -259,7 +256,7 @@ def _vision(item: Item) -> Callable[..., None]:
         from prescore.paper.vision import METHODS, QUICK_METHODS, beside_published
 
         methods = method or (QUICK_METHODS if run.quick else METHODS)[item.name]
-        budgets = given.samples or (None if given.model else _DIGIT_BUDGETS)
+        budgets = given.samples or (None if given.model else DIGIT_BUDGETS)
         grid = given.grid(run, prefix, methods=methods, budgets=budgets)
         rows = accuracy_rows(given.study(run.quick, may_train=not run.quick), **grid)
         _measure(item, run, "vision", rows, lambda r: [beside_published(r)], accuracy_plot, given.device)
@@ -282,7 +279,7 @@ def _coverage(item: Item) -> Callable[..., None]:
         from prescore.paper import coverage
 
         methods = method or (list(coverage.QUICK_METHODS) if run.quick else None)
-        budgets = given.samples or (None if given.model else _DIGIT_BUDGETS[:3])
+        budgets = given.samples or (None if given.model else DIGIT_BUDGETS[:3])
         grid = given.grid(run, prefix, methods=methods, budgets=budgets, thresholds=epsilon)
         study = given.study(run.quick, may_train=not run.quick)
         rows = coverage.coverage_rows(study.observe, study.described, n_prefix=study.model.n_prefix, **grid)
@@ -339,20 +336,24 @@ def _speed(item: Item) -> Callable[..., None]:
         backward: bool | None = typer.Option(None, help="Only forward + backward, or only forward."),
     ) -> None:
         from prescore.bench.memory import KEPT, choose_freed_memory
+        from prescore.bench.speed import studies
         from prescore.bench.speed.tables import length_plot
         from prescore.paper import speed
 
-        both: Values = {"repeats": 1 if run.quick else given.repeats, "seed": run.seed}
-        if item.name == "scoring":
-            rows = speed.cost_rows(given.n, given.dim, given.n_heads, quick=run.quick, **both)
-        else:
-            kinds: Values = {"causal": (True, False) if causal is None else (causal,)}
-            kinds["backward"] = (False, True) if backward is None and not run.quick else (bool(backward),)
-            kinds |= {"methods": tuple(method)} if method else {}
-            lengths = given.n or (speed.QUICK_LENGTHS if run.quick else speed.LENGTHS)
-            sizes: Values = {"dim": given.dim[0] if given.dim else 64, "heads": given.n_heads}
-            rows = speed.figure_rows(lengths, memory=choose_freed_memory(KEPT), **kinds, **sizes, **both)
-        plot = speed.scoring_plot if item.name == "scoring" else partial(length_plot, field="speedup")
+        is_scoring, dims = item.name == "scoring", given.dim or (speed.DIMS[1:2] if run.quick else speed.DIMS)
+        settings: Values = {"heads": given.n_heads, "dim": given.dim[0] if given.dim else 64, "dtype": "float32"}
+        settings |= {"repeats": 1 if run.quick else given.repeats, "top_k": speed.KEPT, "min_seq_len": speed.LEAF}
+        settings |= {"methods": method or list(speed.METHODS), "memory": choose_freed_memory(KEPT)}
+        lengths = speed.SCORING_LENGTHS if is_scoring else speed.LENGTHS
+        plan = studies.Run(
+            settings,
+            given.n or (lengths[:1] if run.quick else lengths),
+            causal=(True, False) if causal is None else (causal,),
+            backward=(False, True) if backward is None and not run.quick else (bool(backward),),
+            seed=run.seed,
+        )
+        rows = speed.cost_rows(plan, dims, run.quick) if is_scoring else list(studies.length_rows(plan))
+        plot = speed.scoring_plot if is_scoring else partial(length_plot, field="speedup")
         _measure(item, run, "speed", rows, speed.speed_tables, plot)
 
     return command

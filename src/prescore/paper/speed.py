@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from prescore.attention import score
 from prescore.bench.plots import figure, line_style, powers_of_two
 from prescore.bench.records import Record, Row, Values
-from prescore.bench.speed.studies import measure_methods
+from prescore.bench.speed.studies import HEADS, Run, heads_of, measure_methods, row
+from prescore.bench.speed.tables import kind
 from prescore.bench.speed.timing import EXACT, random_inputs, time_calls
 from prescore.bench.tables import MISSING, Table
 from prescore.scoring.base import Scorer
@@ -41,68 +42,26 @@ SCORERS: dict[str, Scorer] = {
     "leverage": Leverage(),
 }
 """Every clustering scorer with the paper's settings, and leverage."""
-LENGTHS, QUICK_LENGTHS = (8192, 32768, 65536), (8192,)
+LENGTHS = (8192, 32768, 65536)
 SCORING_LENGTHS, DIMS = (8192, 16384, 32768), (32, 64, 128)
 TOP_K, CLUSTERS = (256, 512, 1024, 2048, 4096), (8, 16, 32, 65, 128, 256)
-LEAF, KEPT, KEPT_MEMORY = 2048, 2048, "kept"
-LONG, HEADS, LONG_HEADS = 32768, 4, 2
-"""Above this length fewer heads are timed, for exact attention and all methods alike."""
+LEAF, KEPT = 2048, 2048
 
 
-def figure_rows(
-    lengths: Sequence[int],
-    *,
-    methods: Sequence[str] = tuple(METHODS),
-    causal: Sequence[bool] = (True, False),
-    backward: Sequence[bool] = (False, True),
-    heads: int | None = None,
-    dim: int = 64,
-    repeats: int = 3,
-    memory: str = KEPT_MEMORY,
-    seed: int = 0,
-) -> list[Row]:
-    """Exact attention and every method, by mask, pass and length."""
-    rows = []
-    for is_causal, is_backward, n in itertools.product(causal, backward, lengths):
-        kind: Values = {"n": n, "causal": is_causal, "backward": is_backward, "n_clusters": None}
-        kind |= {"methods": list(methods), "top_k": KEPT, "dim": dim, "repeats": repeats, "memory": memory}
-        rows.append(_row("lengths", kind, heads, seed))
-    return rows
-
-
-def _row(study: str, kind: Values, heads: int | None, seed: int) -> Row:
-    shared = {
-        "dtype": "float32",
-        "min_seq_len": LEAF,
-        "heads": heads or (HEADS if kind["n"] <= LONG else LONG_HEADS),
-    }
-    config = {"study": study, **shared, **kind}
-    cost = kind["n"] ** 2 / 8192 * (3.5 if kind["backward"] else 1.0)
-    return Row(config, seed, partial(measure_methods, config, seed), cost)
-
-
-def cost_rows(
-    lengths: Sequence[int] | None,
-    dims: Sequence[int] | None,
-    heads: int | None = None,
-    *,
-    repeats: int = 5,
-    quick: bool = False,
-    seed: int = 0,
-) -> list[Row]:
+def cost_rows(run: Run, dims: Sequence[int], quick: bool) -> list[Row]:
     """Every scorer by keys and dimensions, O(n d k I) and O(n d log d); the preset by budget and clusters."""
-    lengths = lengths or (SCORING_LENGTHS[:1] if quick else SCORING_LENGTHS)
-    dims = dims or (DIMS[1:2] if quick else DIMS)
+    settings, lengths, repeats = run.settings, run.lengths or SCORING_LENGTHS, run.settings["repeats"]
     rows = []
     for n, dim in itertools.product(lengths, dims):
-        config: Values = {"study": "scoring", "heads": heads or HEADS, "dim": dim, "n": n, "repeats": repeats}
-        rows.append(Row(config, seed, partial(measure_scoring, config, seed), n * dim))
-    kind: Values = {"n": lengths[0], "causal": False, "backward": False, "n_clusters": None, "repeats": repeats}
-    kind |= {"methods": ["paper:kmeans"], "top_k": KEPT, "dim": dims[0], "memory": KEPT_MEMORY}
-    for top_k in [top_k for top_k in TOP_K if top_k < lengths[0]][:: 3 if quick else 1]:
-        rows.append(_row("top-k", {**kind, "top_k": top_k}, heads, seed))
-    for n_clusters in CLUSTERS[:: 3 if quick else 1]:
-        rows.append(_row("clusters", {**kind, "n_clusters": n_clusters}, heads, seed))
+        sizes: Values = {"heads": settings["heads"] or HEADS, "dim": dim, "n": n, "repeats": repeats}
+        config = {"study": "scoring", **sizes}
+        rows.append(Row(config, run.seed, partial(measure_scoring, config, run.seed), n * dim))
+    preset = {"n": lengths[0], "causal": False, "backward": False, "methods": ["paper:kmeans"], "dim": dims[0]}
+    every = 3 if quick else 1
+    budgets = [("top-k", top_k, None) for top_k in TOP_K if top_k < lengths[0]][::every]
+    for study, top_k, n_clusters in [*budgets, *(("clusters", KEPT, n) for n in CLUSTERS[::every])]:
+        config = {**settings, **preset, "heads": heads_of(run, lengths[0]), "top_k": top_k}
+        rows.append(row(run, study, measure_methods, {**config, "n_clusters": n_clusters}))
     return rows
 
 
@@ -121,12 +80,6 @@ def measure_scoring(config: Values, seed: int) -> Values:
 # Tables.
 
 
-def kind_of(config: Values) -> str:
-    """Mask and pass of a call."""
-    passes = "forward + backward" if config["backward"] else "forward"
-    return f"{'causal' if config['causal'] else 'full'}, {passes}"
-
-
 def length_table(records: Sequence[Record]) -> Table:
     """Exact time over method time, by mask, pass and length; rows that were run apart are one line."""
     cells: dict[tuple[bool, bool, int, int], dict[str, str]] = defaultdict(dict)
@@ -134,7 +87,7 @@ def length_table(records: Sequence[Record]) -> Table:
     for record in records:
         config, methods = record.config, record.results["methods"]
         key = (not config["causal"], config["backward"], config["n"], config["heads"])
-        kinds[key] = kind_of(config)
+        kinds[key] = kind(config)
         cells[key].setdefault("exact", f"{methods['exact']['seconds']:.2f} s")
         cells[key] |= {name: f"{methods[name]['speedup']:.1f}x" for name in config["methods"]}
     rows = []
@@ -158,7 +111,7 @@ def share_table(records: Sequence[Record]) -> Table:
         )
         stages = (scoring, hashing + sorting, operator)
         cells = [f"{100 * share:.0f} %" for share in (results["share_of_bound"], *stages)]
-        rows.append((kind_of(record.config), f"{record.config['n']:,}", *cells))
+        rows.append((kind(record.config), f"{record.config['n']:,}", *cells))
     columns = ("mask and pass", "tokens", "of the ideal speed-up", "scoring", "hashing and sorting", "operator")
     return Table("The preset with k-means", columns, tuple(rows))
 

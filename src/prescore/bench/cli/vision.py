@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from prescore.bench.cli.options import Run, Session
+from prescore.bench.cli.options import Run
 from prescore.bench.records import Values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from prescore.bench.records import Record
-    from prescore.bench.tables import Table
     from prescore.bench.vision.accuracy import Study
 
 _QUICK_LIMIT = 100
 _QUICK_METHODS = ["exact", "kmeans", "kmeans-farthest-sample", "random", "centroids"]
-_DIGIT_BUDGETS = [8, 16, 24, 32]
+DIGIT_BUDGETS = [8, 16, 24, 32]
 _KEEP_PREFIX = {"protected": (True,), "free": (False,), "both": (True, False)}
 
 
@@ -128,25 +126,13 @@ def command(
     from prescore.bench.vision.accuracy import accuracy_rows
 
     methods = method or (_QUICK_METHODS if run.quick else None)
-    budgets = given.samples or (None if given.model else _DIGIT_BUDGETS)
+    budgets = given.samples or (None if given.model else DIGIT_BUDGETS)
     grid = given.grid(run, prefix, methods=methods, budgets=budgets, centroid_shares=share)
     # methods are checked before a run is opened
     rows = accuracy_rows(given.study(run.quick), **grid)
     session = run.open("vision", given.device, writes=["vision.png"])
-    made = (tables.accuracy_table,)
-    show_run(session, session.run(rows), made, tables.accuracy_plot)
-
-
-def show_run(
-    session: Session,
-    records: Sequence[Record],
-    tables: Sequence[Callable[[Sequence[Record]], Table]],
-    draw: Callable[[Sequence[Record], Path], None],
-) -> None:
-    """Print the tables that have rows, and save the plot."""
-    picture = session.out / f"{session.command}.png"
+    records, picture = session.run(rows), session.out / "vision.png"
     with session.reading():
-        shown = [table(records) for table in tables]
-        session.show(*(table.to_rich() for table in shown if table.rows))
-        draw(records, picture)
+        session.show(tables.accuracy_table(records).to_rich())
+        tables.accuracy_plot(records, picture)
     session.say(f"plot: {picture}\nrecords: {session.file.path}")

@@ -82,10 +82,14 @@ def plan_rows(run: Run, studies: Sequence[str]) -> list[Row]:
 def length_rows(run: Run) -> Iterator[Row]:
     """Random heads at each length, with each mask and pass."""
     for causal, backward, n in itertools.product(run.causal, run.backward, run.lengths or LENGTHS):
-        heads = run.settings["heads"] or (HEADS if n <= LONG else LONG_HEADS)
-        config = {**run.settings, "heads": heads, "n": n, "causal": causal, "backward": backward}
+        config = {**run.settings, "heads": heads_of(run, n), "n": n, "causal": causal, "backward": backward}
         config["n_clusters"] = None  # experiments/speed varies it, and records say so
-        yield _row(run, "lengths", measure_methods, config)
+        yield row(run, "lengths", measure_methods, config)
+
+
+def heads_of(run: Run, n: int) -> int:
+    """Random heads at a length."""
+    return int(run.settings["heads"] or (HEADS if n <= LONG else LONG_HEADS))
 
 
 def head_rows(run: Run) -> Iterator[Row]:
@@ -95,7 +99,7 @@ def head_rows(run: Run) -> Iterator[Row]:
         config = {**shared, "n": n, "heads": saved.name, "digest": saved.digest}
         if False not in run.backward:
             config["backward"] = True
-        yield _row(run, "heads", partial(measure_methods, saved=saved), config)
+        yield row(run, "heads", partial(measure_methods, saved=saved), config)
 
 
 def step_rows(run: Run) -> Iterator[Row]:
@@ -103,10 +107,10 @@ def step_rows(run: Run) -> Iterator[Row]:
     shared = {"dtype": run.settings["dtype"], "memory": run.settings["memory"], "repeats": STEPS}
     for n in () if run.saved else run.lengths or STEP_LENGTHS:
         config = {"n": n, "heads": None, "digest": None, "dim": run.settings["dim"], **STEP_HEADS}
-        yield _row(run, "steps", measure_steps, {**shared, **config})
+        yield row(run, "steps", measure_steps, {**shared, **config})
     for saved, n in heads_at_lengths(run.saved, run.lengths):
         config = {"n": n, "heads": saved.name, "digest": saved.digest, **saved.sizes}
-        yield _row(run, "steps", partial(measure_steps, saved=saved), {**shared, **config})
+        yield row(run, "steps", partial(measure_steps, saved=saved), {**shared, **config})
 
 
 STUDIES: dict[str, Callable[[Run], Iterator[Row]]] = {
@@ -116,7 +120,8 @@ STUDIES: dict[str, Callable[[Run], Iterator[Row]]] = {
 }
 
 
-def _row(run: Run, study: str, measure: Callable[..., Values], config: Values) -> Row:
+def row(run: Run, study: str, measure: Callable[..., Values], config: Values) -> Row:
+    """A row of a study, which `measure` measures by its settings and the seed."""
     config = {"study": study, **config}
     if run.device != CPU:  # rows of CPUs keep their keys
         config["device"] = run.device
