@@ -146,9 +146,9 @@ def prescored_attention(
     checks.sdpa_arguments("prescored_attention", others)
     checks.boolean("return_aux", return_aux)
     options = Options(
-        is_causal, key_padding_mask, scale, generator, selection, dropout_p, dropout_generator, backend
+        is_causal, key_padding_mask, scale, generator, selection, dropout_p, dropout_generator, backend, group
     )
-    result = attend(query, key, value, config, options, group=group, explain=return_aux)
+    result = attend(query, key, value, config, options, explain=return_aux)
     if not return_aux:
         return result.output
     selections: Selection | list[Selection] = result.selections
@@ -188,8 +188,8 @@ def exact_attention(
         Output and lse; a query that sees nothing has output 0 and lse -inf.
     """
     checks.sdpa_arguments("exact_attention", others)
-    options = Options(is_causal, key_padding_mask, scale, backend=backend)
-    return attend(query, key, value, Exact(), options, group=group, need_lse=True).attended
+    options = Options(is_causal, key_padding_mask, scale, backend=backend, group=group)
+    return attend(query, key, value, Exact(), options, need_lse=True).attended
 
 
 @outside_graphs
@@ -269,19 +269,18 @@ def attend(
     config: Config | None,
     options: Options,
     *,
-    group: object = None,
     explain: bool = False,
     need_lse: bool = False,
     refusal: Exception | None = None,
 ) -> Result:
     """What all public functions run: check everything, then compute; outputs are in the caller's positions.
 
-    `explain` also returns lse, selections and all stats, `need_lse` only lse. Context parallel: `group` are the
-    ranks, and `refusal` is why this rank alone cannot run the call; every rank raises it.
+    `explain` also returns lse, selections and all stats, `need_lse` only lse. Context parallel: `refusal` is why
+    this rank alone cannot run the call; every rank raises it.
     """
-    if group is not None:
+    if options.group is not None:
         explain = explain or need_lse
-        return _attend_in_group(query, key, value, config, options, group, explain=explain, refusal=refusal)
+        return _attend_in_group((query, key, value), config, options, explain=explain, refusal=refusal)
     with without_autocast(query, key, value) as (query, key, value):
         config, operator = _checked(query, key, value, config, options, is_parallel=False)
         reason = ""
@@ -292,12 +291,8 @@ def attend(
         # only now: a call that is refused must not advance a generator
         streams = as_streams(options.generator, batch=query.shape[0])
         if options.dropout_p:
-            dropout_streams = (
-                streams if options.dropout_generator is None else as_streams(options.dropout_generator)
-            )
-            operator = pick_operator(
-                query, options.backend, Dropout(options.dropout_p, dropout_streams.child("dropout"))
-            )
+            drawn = streams if options.dropout_generator is None else as_streams(options.dropout_generator)
+            operator = pick_operator(query, options.backend, Dropout(options.dropout_p, drawn.child("dropout")))
         tensors, is_aligned = differentiable_once(query, key, value), not isinstance(config, Exact)
         call = make_call(*tensors, options, operator=operator, streams=streams, aligned=is_aligned)
         members = None
@@ -324,12 +319,9 @@ def _log_once(reason: str) -> None:
 
 
 def _attend_in_group(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
     config: Config | None,
     options: Options,
-    group: object,
     *,
     explain: bool,
     refusal: Exception | None,
@@ -337,11 +329,12 @@ def _attend_in_group(
     """The same where the ranks of a group hold shards of the sequence."""
     with ExitStack() as guards:
         try:
-            query, key, value = guards.enter_context(without_autocast(query, key, value))
-            config, _ = _checked(query, key, value, config, options, is_parallel=True)
+            query, key, value = guards.enter_context(without_autocast(*tensors))
+            tensors = query, key, value
+            config, _ = _checked(*tensors, config, options, is_parallel=True)
         except (ValueError, TypeError) as error:
             refusal = refusal or error  # the other ranks must hear of it instead of waiting
-        return attend_in_group(group, (query, key, value), config, options, explain=explain, refusal=refusal)
+        return attend_in_group(tensors, config, options, explain=explain, refusal=refusal)
 
 
 def _checked(
@@ -355,14 +348,8 @@ def _checked(
         refuse_tracing()
     checks.probability("dropout_p", options.dropout_p)
     check_generator(options.dropout_generator, "dropout_generator")
-    checks.attention_inputs(
-        query,
-        key,
-        value,
-        is_causal=options.is_causal,
-        key_padding_mask=options.key_padding_mask,
-        scale=options.scale,
-    )
+    is_causal, mask, scale = options.is_causal, options.key_padding_mask, options.scale
+    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
     check_generator(options.generator, batch=query.shape[0])
     if options.selection is not None:
         if not isinstance(config, Selected):

@@ -34,6 +34,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     dropout_generator: Generator = None
     backend: str = "auto"
+    group: object = None
     key_index: object = None
 
 

@@ -36,7 +36,6 @@ _SHOWN = 600
 
 
 def attend_in_group(
-    group: object,
     tensors: tuple[Tensor, Tensor, Tensor],
     config: Config | None,
     options: Options,
@@ -49,7 +48,7 @@ def attend_in_group(
     `explain` also returns lse and all stats. All arguments are checked unless there is a `refusal`: why this rank
     cannot run the call. Every rank raises it.
     """
-    ranks, generator = as_group(group), options.generator
+    ranks, generator = as_group(options.group), options.generator
     sent, state = ranks.sent, generator.get_state() if isinstance(generator, torch.Generator) else None
     streams = as_streams(generator, batch=tensors[0].shape[0]) if refusal is None else Streams()
     try:

@@ -95,6 +95,34 @@ class _Part(NamedTuple):
 
 def _attend_padded(call: Call, config: Routed, valid: Tensor) -> _Part:
     """Sequence by sequence, without padding; with padding between real keys a sequence reads every key."""
+    parts, weights = [], []
+    for alone, before, after, n_queries in _sequences(call, valid):
+        has_gaps = alone.valid is not None
+        part = _attend_exactly(alone, _GAPS) if has_gaps else _attend(alone, config, n_queries=n_queries)
+        output, lse = part.attended
+        filled = Attended(pad(output, (0, 0, before, after)), pad(lse, (before, after), value=-torch.inf))
+        parts.append(part._replace(attended=filled))
+        weights.append(n_queries)
+    stats = {name: number for part in parts for name, number in part.stats.items()}
+    reasons = [part.why_exact for part in parts]
+    if _GAPS in reasons:
+        stats["exact_sequences"] = reasons.count(_GAPS)
+    attended = Attended(*(torch.cat(rows) for rows in zip(*(part.attended for part in parts), strict=True)))
+    counters = [part.count_means for part in parts]
+
+    def count_means() -> dict[str, float]:
+        all_means = [count() for count in counters]
+        totals = {name: sum(w * m[name] for w, m in zip(weights, all_means, strict=True)) for name in _MEANS}
+        return {name: total / max(1, sum(weights)) for name, total in totals.items()}
+
+    return _Part(attended, stats, count_means, "; ".join(dict.fromkeys(reasons)) if all(reasons) else "")
+
+
+def _sequences(call: Call, valid: Tensor) -> Iterator[tuple[Call, int, int, int]]:
+    """Every sequence as a call without padding, how many queries are cut off before and after, and the real ones.
+
+    A sequence with padding between its real keys keeps its mask.
+    """
     position = torch.arange(call.n_keys, dtype=torch.int64, device=valid.device)
     n_real = valid.sum(1)
     start = call.query_start if isinstance(call.query_start, Tensor) else torch.full_like(n_real, call.query_start)
@@ -105,13 +133,10 @@ def _attend_padded(call: Call, config: Routed, valid: Tensor) -> _Part:
     facts = torch.stack((n_real, start.expand_as(n_real), gaps, n_counted), dim=1).tolist()
     # split and not sliced: the gradient of a slice is as large as the batch
     tensors = zip(*(tensor.split(1) for tensor in (call.query, call.key, call.value, valid)), strict=True)
-    parts, weights = [], []
-    for row, (sequence, (n_real_keys, first, has_gaps, n_real_queries)) in enumerate(
-        zip(tensors, facts, strict=True)
-    ):
-        n_keys, before, stop = n_real_keys, max(0, -first), call.n_query
+    for row, (sequence, (n_keys, first, has_gaps, n_queries)) in enumerate(zip(tensors, facts, strict=True)):
+        before, stop = max(0, -first), call.n_query
         if has_gaps:
-            n_keys = max(0, first + call.n_query) if call.is_causal else call.n_keys
+            n_keys = max(0, first + call.n_query) if call.is_causal else call.n_keys  # noqa: PLW2901
         if call.is_causal:  # other queries see nothing
             before, stop = min(before, call.n_query), min(call.n_query, n_keys - first)
         query, key, value, mask = sequence
@@ -128,25 +153,7 @@ def _attend_padded(call: Call, config: Routed, valid: Tensor) -> _Part:
             queries_moved=False,
             key_index=None,
         )
-        weights.append(stop - before if n_real_queries < 0 else n_real_queries)
-        part = _attend_exactly(alone, _GAPS) if has_gaps else _attend(alone, config, n_queries=weights[-1])
-        output, lse = part.attended
-        after = call.n_query - stop
-        filled = Attended(pad(output, (0, 0, before, after)), pad(lse, (before, after), value=-torch.inf))
-        parts.append(part._replace(attended=filled))
-    stats = {name: number for part in parts for name, number in part.stats.items()}
-    if any(has_gaps for _, _, has_gaps, _ in facts):
-        stats["exact_sequences"] = sum(has_gaps for _, _, has_gaps, _ in facts)
-    attended = Attended(*(torch.cat(rows) for rows in zip(*(part.attended for part in parts), strict=True)))
-    counters = [part.count_means for part in parts]
-
-    def count_means() -> dict[str, float]:
-        all_means = [count() for count in counters]
-        totals = {name: sum(w * m[name] for w, m in zip(weights, all_means, strict=True)) for name in _MEANS}
-        return {name: total / max(1, sum(weights)) for name, total in totals.items()}
-
-    reasons = [part.why_exact for part in parts]
-    return _Part(attended, stats, count_means, "; ".join(dict.fromkeys(reasons)) if all(reasons) else "")
+        yield alone, before, call.n_query - stop, stop - before if n_queries < 0 else n_queries
 
 
 def _visible_chunks(call: Call, config: Routed) -> list[Selection]:

@@ -164,8 +164,8 @@ class ContextParallelAttention:
             call = CallTrace(STEP_OF_ALL, STEP_OF_ALL, kind, n_query, parallel.n_before + n_query, seconds)
         else:
             seed, refusal = layer_seed(self.seed, context.layer), self._refusal(query, key, context)
-            options = Options(context.is_causal, valid, scale, seed, dropout_p=context.dropout)
-            result = attend(query, key, value, self.config, options, group=group, refusal=refusal)
+            options = Options(context.is_causal, valid, scale, seed, dropout_p=context.dropout, group=group)
+            result = attend(query, key, value, self.config, options, refusal=refusal)
             output, seconds, n_keys = result.output, time.perf_counter() - begin, key.shape[2] * n_ranks
             name = "exact" if isinstance(self.config, Exact) else PROMPT
             ran = what_ran(self.config, result.why_exact)
