@@ -95,19 +95,17 @@ class _Part(NamedTuple):
 
 def _attend_padded(call: Call, config: Routed, valid: Tensor) -> _Part:
     """Sequence by sequence, without padding; with padding between real keys a sequence reads every key."""
-    parts, weights = [], []
-    for alone, before, after, n_queries in _sequences(call, valid):
+    parts, weights, firsts = [], [], []
+    for alone, first, n_queries in _sequences(call, valid):
         has_gaps = alone.valid is not None
-        part = _attend_exactly(alone, _GAPS) if has_gaps else _attend(alone, config, n_queries=n_queries)
-        output, lse = part.attended
-        filled = Attended(pad(output, (0, 0, before, after)), pad(lse, (before, after), value=-torch.inf))
-        parts.append(part._replace(attended=filled))
+        parts.append(_attend_exactly(alone, _GAPS) if has_gaps else _attend(alone, config, n_queries=n_queries))
         weights.append(n_queries)
+        firsts.append(first)
     stats = {name: number for part in parts for name, number in part.stats.items()}
     reasons = [part.why_exact for part in parts]
     if _GAPS in reasons:
         stats["exact_sequences"] = reasons.count(_GAPS)
-    attended = Attended(*(torch.cat(rows) for rows in zip(*(part.attended for part in parts), strict=True)))
+    attended = _rejoined([part.attended for part in parts], firsts, call)
     counters = [part.count_means for part in parts]
 
     def count_means() -> dict[str, float]:
@@ -118,8 +116,25 @@ def _attend_padded(call: Call, config: Routed, valid: Tensor) -> _Part:
     return _Part(attended, stats, count_means, "; ".join(dict.fromkeys(reasons)) if all(reasons) else "")
 
 
-def _sequences(call: Call, valid: Tensor) -> Iterator[tuple[Call, int, int, int]]:
-    """Every sequence as a call without padding, how many queries are cut off before and after, and the real ones.
+def _rejoined(parts: list[Attended], firsts: list[int], call: Call) -> Attended:
+    """Results of the sequences as one batch, each from its first query on; the other queries see nothing."""
+    if records_gradients(call.query, call.key, call.value):  # a slice of the batch would have a gradient as large
+        rows = []
+        for (output, lse), before in zip(parts, firsts, strict=True):
+            after = call.n_query - before - lse.shape[2]
+            rows.append((pad(output, (0, 0, before, after)), pad(lse, (before, after), value=-torch.inf)))
+        return Attended(*(torch.cat(tensors) for tensors in zip(*rows, strict=True)))
+    shape = call.query.shape[:3]
+    output = parts[0].output.new_zeros(*shape, call.value.shape[3])
+    lse = parts[0].lse.new_full(shape, -torch.inf)
+    for row, (part, first) in enumerate(zip(parts, firsts, strict=True)):
+        queries = slice(first, first + part.lse.shape[2])
+        output[row, :, queries], lse[row, :, queries] = part.output[0], part.lse[0]
+    return Attended(output, lse)
+
+
+def _sequences(call: Call, valid: Tensor) -> Iterator[tuple[Call, int, int]]:
+    """Every sequence as a call without padding, the first of its queries that it has, and how many are real.
 
     A sequence with padding between its real keys keeps its mask.
     """
@@ -153,7 +168,7 @@ def _sequences(call: Call, valid: Tensor) -> Iterator[tuple[Call, int, int, int]
             queries_moved=False,
             key_index=None,
         )
-        yield alone, before, call.n_query - stop, stop - before if n_queries < 0 else n_queries
+        yield alone, before, stop - before if n_queries < 0 else n_queries
 
 
 def _visible_chunks(call: Call, config: Routed) -> list[Selection]:
