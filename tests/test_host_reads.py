@@ -32,7 +32,7 @@ REMAINING = {
     "scoring.leverage._whitening_by_qr": "leverage: torch checks its factors",
     "selected.causal_grid.Queries.span": "a chunk of a padded prompt: sequences begin at other positions",
     "selected.plan.Plan.add": "padding, an Lsh without a causal mask: sequences with few queries are exact",
-    "routed.attention._attend_padded": "padding, Routed: the host cuts a batch into sequences without padding",
+    "routed.attention._sequences": "padding, Routed: the host cuts a batch into sequences without padding",
     "routed.decode.StepAttention._attend_far": "decode steps, Routed: the number of keys read is kept as a float",
 }
 """Functions that read a number from the device, and why. Without padding, with `top_k` and a scorer that factors
@@ -57,7 +57,7 @@ def both(name, config, *reads, **options):
 
 
 KEPT = ("scoring.select.select_keys", "scoring.select.selection_of")
-PADDED = frozenset({"routed.attention._attend_padded"})
+PADDED = frozenset({"routed.attention._sequences"})
 WHITENING_BY_QR = "scoring.leverage._whitening_by_qr"
 FACTORISED = {
     "leverage": frozenset({"scoring.leverage._whitening_of"}),

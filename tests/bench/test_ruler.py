@@ -66,7 +66,7 @@ def test_tasks_are_read_by_name(tiny):
     with pytest.raises(ValueError, match="got qa_squad without --squad"):
         ruler.read_tasks("qa_squad")
     with pytest.raises(ValueError, match="tasks must leave out vt where a token is fewer than two letters"):
-        ruler.make_samples(tiny, "vt", 4096, 1, seed=0, document=HAY, files={})
+        ruler.make_samples(tiny, "vt", 4096, 1, ruler.Source(0, HAY, {}))
     with pytest.raises(ValueError, match="length must be at least 1024 for the task vt, got 512"):
         ruler.check_lengths(["fwe", "vt"], [2048, 512])
 
@@ -172,9 +172,8 @@ def test_samples_have_their_answers_and_depend_on_the_seed_alone(task, tmp_path)
     hotpot.write_text(
         json.dumps([{"question": "How long?", "answer": f"{n} miles", "context": stories} for n in range(3)])
     )
-    options = {"document": HAY, "files": {"squad": squad, "hotpot": hotpot}}
-    few = ruler.make_samples(WORDS, task, 4096, 1, seed=3, **options)
-    more = ruler.make_samples(WORDS, task, 4096, 2, seed=3, **options)
+    source = ruler.Source(3, HAY, {"squad": squad, "hotpot": hotpot})
+    few, more = (ruler.make_samples(WORDS, task, 4096, count, source) for count in (1, 2))
     assert more[0] == few[0]
     assert more[1].prompt != more[0].prompt
     for sample in more:
@@ -182,7 +181,7 @@ def test_samples_have_their_answers_and_depend_on_the_seed_alone(task, tmp_path)
         assert len(WORDS.encode(sample.prompt)) <= 4096
         assert ruler.score(sample, " ".join(sample.outputs)) == 1.0
     if not task.startswith("qa"):
-        assert ruler.make_samples(WORDS, task, 4096, 1, seed=4, **options) != few
+        assert ruler.make_samples(WORDS, task, 4096, 1, source._replace(seed=4)) != few
 
 
 @needs_lm_eval

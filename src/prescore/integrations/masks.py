@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -244,9 +245,9 @@ def prescored_under_mask(
         raise Unsupported("pre-scored attention", [NO_STRUCTURE])
     key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
     if form.starts is not None:
-        return _per_segment(query, key, value, form, form.starts, config, options)
+        return _per_segment(query, key, value, form, config, options)
     if form.reach is not None:
-        return _ahead(query, key, value, form, form.reach, config, options)
+        return _ahead(query, key, value, form, config, options)
     dropout_seed = None
     if options.dropout_p:
         # the one exception to "no global seed is read": `torch.manual_seed` reproduces a training run, and
@@ -348,11 +349,9 @@ def _ranges(form: MaskForm, n_before: int, window: int, device: torch.device) ->
     return torch.maximum(start, first), torch.minimum(stop, first + count)
 
 
-def _ahead(
-    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, reach: Tensor, config: Config, options: Options
-) -> Result:
+def _ahead(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, config: Config, options: Options) -> Result:
     """Causal attention, and exact attention for the queries that see later keys."""
-    n_query = query.shape[2]
+    n_query, reach = query.shape[2], cast(Tensor, form.reach)
     causal = prescored_under_mask(query, key, value, replace(form, kind="causal", reach=None), config, options)
     ahead = reach > torch.arange(form.n_keys - n_query, form.n_keys, dtype=torch.int64, device=query.device)
     output = causal.output
@@ -369,10 +368,10 @@ def _ahead(
 
 
 def _per_segment(
-    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, starts: Tensor, config: Config, options: Options
+    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, config: Config, options: Options
 ) -> Result:
     """Packed sequences become a right-padded batch of sequences, and come back."""
-    places, valid = _segments(starts, form.valid)
+    places, valid = _segments(cast(Tensor, form.starts), form.valid)
 
     def apart(tensor: Tensor) -> Tensor:  # [B, H, N, D] -> [segments, H, longest, D]
         return tensor.transpose(1, 2).flatten(0, 1)[places].transpose(1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,25 +18,32 @@ _USUAL = ("hyper", "paper:kmeans", "uniform", "default")
 _QUICK_MANY_LENGTH = 1536
 
 
-def command(
-    given: cli.Comparison,
-    run: cli.Run,
+@dataclass(frozen=True)
+class Problems:
+    """Options: what is hidden in which text."""
+
     task: list[str] | None = typer.Option(
         None,
         help="single-needle, multi-key-needle, variable-tracking (default: these), or many-needles, which "
         "reads all depths in one forward; repeatable.",
-    ),
+    )
     depth: list[float] | None = typer.Option(
         None,
         help="Where the fact stands, 0 to 1; repeatable (default: 0.1, 0.5; many-needles: 0.1, 0.3, ... 0.9).",
-    ),
+    )
     samples: int | None = typer.Option(
         None, min=1, help="Problems per task, length and depth; texts of many-needles.  [default: 10]"
-    ),
-    top_k: str | None = typer.Option(None, help="Keys kept, count or fraction.  [default: 256]"),
+    )
     document: str = typer.Option(
         "python-reference", "--document", "-d", help="The text around the fact: a file or a name of the corpus."
-    ),
+    )
+
+
+def command(
+    given: cli.Comparison,
+    run: cli.Run,
+    problems: Problems,
+    top_k: str | None = typer.Option(None, help="Keys kept, count or fraction.  [default: 256]"),
 ) -> None:
     """Hide facts in a long text and count how often the model states them, exactly and with replaced attention.
 
@@ -47,18 +55,18 @@ def command(
     from prescore.bench.language.documents import load_documents
     from prescore.bench.language.retrieval import MANY_NEEDLES, TASKS, make_problem, retrieval_row
 
-    tasks, leaf = task or list(TASKS), given.leaf
+    tasks, samples, leaf = problems.task or list(TASKS), problems.samples, given.leaf
     lengths = given.length or [4096]
     if run.quick:
-        tasks, samples = task or list(TASKS[:1]), samples or 1
+        tasks, samples = problems.task or list(TASKS[:1]), samples or 1
         lengths = given.length or [_QUICK_MANY_LENGTH if MANY_NEEDLES in tasks else cli.QUICK_LENGTH]
         leaf, top_k = leaf or cli.QUICK_LEAF, top_k or cli.QUICK_TOP_K
-    jobs = _jobs(tasks, lengths, depth, samples or 10)
+    jobs = _jobs(tasks, lengths, problems.depth, samples or 10)
     # local-only is the floor of single answers; many needles are expensive, and only exact attention is added
     floor = ["local"] if set(tasks) != {MANY_NEEDLES} else []
     names = ["exact", *floor, *(given.method or _USUAL)]
     methods = given.methods(lengths, names, leaf=leaf, top_k=top_k)
-    layers, haystack = cli.read_layers(given.layers), load_documents([document], limit=1)[0]
+    layers, haystack = cli.read_layers(given.layers), load_documents([problems.document], limit=1)[0]
     session = run.open("retrieval", given.device)
     loaded = given.load()
     # a length without room for the facts is refused before anything is measured

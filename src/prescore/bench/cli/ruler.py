@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,23 +16,30 @@ from prescore.bench.records import replacing
 _SAMPLES = "samples.jsonl"
 
 
-def command(
-    given: cli.Comparison,
-    run: cli.Run,
+@dataclass(frozen=True)
+class Samples:
+    """Options: what is asked."""
+
     tasks: str = typer.Option(
         "all",
         help="Names separated by commas: niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, "
         "niah_multiquery, vt, cwe, fwe, and with their files qa_squad, qa_hotpot.",
-    ),
-    limit: int | None = typer.Option(None, min=1, help="Samples per task and length; RULER: 500.  [default: 20]"),
-    top_k: str | None = typer.Option(None, help="Keys kept, count or fraction.  [default: 256]"),
+    )
+    limit: int | None = typer.Option(None, min=1, help="Samples per task and length; RULER: 500.  [default: 20]")
     document: str = typer.Option(
         "python-reference", "--document", "-d", help="The text around needles: a file or a name of the corpus."
-    ),
-    squad: Path | None = typer.Option(None, exists=True, dir_okay=False, help="SQuAD's dev-v2.0.json."),
+    )
+    squad: Path | None = typer.Option(None, exists=True, dir_okay=False, help="SQuAD's dev-v2.0.json.")
     hotpot: Path | None = typer.Option(
         None, exists=True, dir_okay=False, help="HotpotQA's hotpot_dev_distractor_v1.json."
-    ),
+    )
+
+
+def command(
+    given: cli.Comparison,
+    run: cli.Run,
+    asked: Samples,
+    top_k: str | None = typer.Option(None, help="Keys kept, count or fraction.  [default: 256]"),
 ) -> None:
     """Score a model on RULER: exact attention, other methods, and sliding windows of as many keys as they read.
 
@@ -45,24 +53,22 @@ def command(
     from prescore.bench.language.answers import ruler_table
     from prescore.bench.language.documents import load_documents
 
-    files = {name: path for name, path in {"squad": squad, "hotpot": hotpot}.items() if path is not None}
-    names, leaf, lengths = ruler.read_tasks(tasks, files), given.leaf, given.length or [4096]
+    files = {
+        name: path for name, path in {"squad": asked.squad, "hotpot": asked.hotpot}.items() if path is not None
+    }
+    names, leaf, lengths = ruler.read_tasks(asked.tasks, files), given.leaf, given.length or [4096]
     if run.quick:
-        names, lengths = names if tasks != "all" else ["niah_single_1"], given.length or [cli.QUICK_LENGTH]
-        leaf, top_k, limit = leaf or cli.QUICK_LEAF, top_k or cli.QUICK_TOP_K, limit or 1
+        names, lengths = names if asked.tasks != "all" else ["niah_single_1"], given.length or [cli.QUICK_LENGTH]
+        leaf, top_k = leaf or cli.QUICK_LEAF, top_k or cli.QUICK_TOP_K
     methods = given.methods(lengths, ["exact", *(given.method or ["default"])], leaf=leaf, top_k=top_k)
     ruler.check_lengths(names, lengths)
     importlib.import_module("lm_eval")  # refused before anything is opened
-    haystack = load_documents([document], limit=1)[0]
+    source = ruler.Source(run.seed, load_documents([asked.document], limit=1)[0], files)
     session = run.open("ruler", given.device, writes=("ruler.md",))
     loaded = given.load(check_head=False)
     session.say(f"making samples, which are saved in {session.out / _SAMPLES}")
-    samples = ruler.collect_samples(
-        *(session.out / _SAMPLES, loaded, names, lengths, limit or 20),
-        seed=run.seed,
-        document=haystack,
-        files=files,
-    )
+    count = asked.limit or (1 if run.quick else 20)
+    samples = ruler.collect_samples(session.out / _SAMPLES, loaded, names, lengths, count, source)
     row, records = partial(ruler.ruler_row, loaded, layers=cli.read_layers(given.layers)), []
     # sample by sample under all methods, so that the records of a stopped run can be compared
     for _, some in itertools.groupby(samples, lambda sample: sample.number):

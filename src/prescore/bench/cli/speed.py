@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -12,43 +13,53 @@ from prescore.bench.records import Values
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
-def command(
-    options: Run,
+@dataclass(frozen=True)
+class Heads:
+    """Options: queries, keys and values."""
+
     length: list[int] | None = typer.Option(
         None,
         "--length",
         "-n",
         min=16,
         help="Tokens; of --heads the first so many, where a file has them; repeatable.  [default: 1024 ... 32768]",
-    ),
+    )
+    heads: Path | None = typer.Option(
+        None, file_okay=False, exists=True, help="Attention inputs of a model, as prescore save-heads writes them."
+    )
+    n_heads: int | None = typer.Option(
+        None, min=1, help="Random heads, for exact attention too.  [default: 4, 2 above 32768 tokens]"
+    )
+    dim: int = typer.Option(64, min=1, help="Dimension of random heads.")
+    dtype: str = typer.Option("float32", help="float32, float64, bfloat16 or float16.")
+    device: str = typer.Option("cpu", help="Such as cpu or cuda.")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Options: what is timed."""
+
     method: list[str] | None = typer.Option(
         None, help="default, hyper or [paper:]SCORER[-RULE][-sample][+centroids]; repeatable."
-    ),
+    )
     study: list[str] | None = typer.Option(
         None,
         help="lengths (random heads), heads (those of --heads), steps (decode steps of the default); repeatable."
         "  [default: lengths and steps, or heads and steps]",
-    ),
-    heads: Path | None = typer.Option(
-        None, file_okay=False, exists=True, help="Attention inputs of a model, as prescore save-heads writes them."
-    ),
-    causal: bool | None = typer.Option(None, help="Only causal, or only full.  [default: both]"),
-    backward: bool | None = typer.Option(None, help="Only forward + backward, or only forward.  [default: both]"),
-    n_heads: int | None = typer.Option(
-        None, min=1, help="Random heads, for exact attention too.  [default: 4, 2 above 32768 tokens]"
-    ),
-    dim: int = typer.Option(64, min=1, help="Dimension of random heads."),
-    dtype: str = typer.Option("float32", help="float32, float64, bfloat16 or float16."),
-    top_k: int = typer.Option(2048, min=1, help="Keys kept by scorers."),
-    leaf: int = typer.Option(2048, min=1, help="Exact causal leaves of scorers and of hyper."),
-    repeats: int = typer.Option(3, min=1, help="Timed rounds; the median counts."),
-    device: str = typer.Option("cpu", help="Such as cpu or cuda."),
+    )
+    causal: bool | None = typer.Option(None, help="Only causal, or only full.  [default: both]")
+    backward: bool | None = typer.Option(None, help="Only forward + backward, or only forward.  [default: both]")
+    top_k: int = typer.Option(2048, min=1, help="Keys kept by scorers.")
+    leaf: int = typer.Option(2048, min=1, help="Exact causal leaves of scorers and of hyper.")
+    repeats: int = typer.Option(3, min=1, help="Timed rounds; the median counts.")
     memory: str = typer.Option(
         "kept",
         help="Memory that a call frees is kept for the next one (as jemalloc does), or goes back to the "
         "system, and its page faults count: kept or system.",
-    ),
-) -> None:
+    )
+
+
+def command(options: Run, given: Heads, timing: Timing) -> None:
     """Time attention against exact attention: same heads, in turn, in one run, each output checked first.
 
     Example: prescore speed -n 8192 -n 32768 --method default --causal --threads 2
@@ -61,22 +72,23 @@ def command(
     from prescore.bench.speed.heads import find_heads
     from prescore.bench.speed.tables import kinds, length_plot, tables
 
-    checks.one_of("--dtype", dtype, DTYPES)
-    checks.device("--device", device)
-    freed = choose_freed_memory(memory)
-    settings: Values = {"heads": n_heads, "dim": dim, "dtype": dtype, "repeats": repeats, "top_k": top_k}
-    settings |= {"min_seq_len": leaf, "methods": list(method or studies.METHODS), "memory": freed}
+    checks.one_of("--dtype", given.dtype, DTYPES)
+    checks.device("--device", given.device)
+    freed = choose_freed_memory(timing.memory)
+    settings: Values = {"heads": given.n_heads, "dim": given.dim, "dtype": given.dtype, "repeats": timing.repeats}
+    settings |= {"top_k": timing.top_k, "min_seq_len": timing.leaf, "memory": freed}
+    usual = studies.QUICK_LENGTHS if options.quick and not given.heads else None
     run = studies.Run(
-        settings,
-        lengths=sorted(set(length)) if length else studies.QUICK_LENGTHS if options.quick and not heads else None,
-        causal=(False, True) if causal is None else (causal,),
-        backward=(False, True) if backward is None else (backward,),
-        saved=[] if heads is None else find_heads(heads),
+        {**settings, "methods": list(timing.method or studies.METHODS)},
+        lengths=sorted(set(given.length)) if given.length else usual,
+        causal=(False, True) if timing.causal is None else (timing.causal,),
+        backward=(False, True) if timing.backward is None else (timing.backward,),
+        saved=[] if given.heads is None else find_heads(given.heads),
         seed=options.seed,
-        device=device,
+        device=given.device,
     )
-    rows = studies.plan_rows(run, study or ["heads" if heads else "lengths", "steps"])
-    session = options.open("speed", device, writes=["speed.png", "curves.png"])
+    rows = studies.plan_rows(run, timing.study or ["heads" if given.heads else "lengths", "steps"])
+    session = options.open("speed", given.device, writes=["speed.png", "curves.png"])
     records = session.run(rows)
     with session.reading():
         session.show(*(table.to_rich() for table in tables(records)))

@@ -223,11 +223,7 @@ def retrieval_row(
                 with observed(language_model.model, method.config, layers=layers, seed=seed) as observer:
                     judged += judge(language_model, problem.tokens, problem.answers)
                     costs.append(observer.results())
-        by_depth: list[Values] = []
-        for depth in task.depths:
-            hits = [hit for at, hit, _ in judged if at == depth]
-            loss = fmean(loss for at, _, loss in judged if at == depth)
-            by_depth.append({"depth": depth, "n_needles": len(hits), "hits": hits, "answer_loss": loss})
+        by_depth = [_at_depth(depth, judged) for depth in task.depths]
         first, (one, *_) = costs[0], by_depth
         seconds = round(fmean(spent["attention_seconds"] for spent in costs), 4)
         results: Values = {"reads_per_query": first["reads_per_query"], "attention_seconds": seconds}
@@ -253,3 +249,9 @@ def retrieval_row(
     else:
         config |= {"task": task.name, "depth": task.depths[0], "samples": len(samples)}
     return Row(config, seed, measure, cost=float(task.length * len(samples)))
+
+
+def _at_depth(depth: float, judged: Sequence[tuple[float, int, float]]) -> Values:
+    """Hits and mean loss of the answers at a depth."""
+    hits, losses = zip(*((hit, loss) for at, hit, loss in judged if at == depth), strict=True)
+    return {"depth": depth, "n_needles": len(hits), "hits": list(hits), "answer_loss": fmean(losses)}

@@ -113,6 +113,27 @@ class Sample:
         return hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
+class Source(NamedTuple):
+    """What samples are drawn from.
+
+    Attributes:
+        seed: Of all draws.
+        document: The text around needles, for tasks that have one.
+        files: The questions, for tasks that have them: `squad` and `hotpot`, the development sets of SQuAD 2.0 and
+            of HotpotQA (distractor) in their own JSON.
+    """
+
+    seed: int
+    document: Document
+    files: Mapping[str, Path]
+
+    def describe(self, task: _Task) -> str:
+        """A short name of the text or file of a task; empty = it has none."""
+        if not task.needs:
+            return ""
+        return self.document.digest if task.needs == DOCUMENT else self.files[task.needs].name
+
+
 def read_tasks(text: str, files: Iterable[str] = ()) -> list[str]:
     """Names of tasks, separated by commas; `all` = those that need no file, or a file that is given."""
     if text == "all":
@@ -134,14 +155,7 @@ def check_lengths(names: Sequence[str], lengths: Sequence[int]) -> None:
 
 
 def make_samples(
-    language_model: LanguageModel,
-    name: str,
-    length: int,
-    count: int,
-    *,
-    seed: int,
-    document: Document,
-    files: Mapping[str, Path],
+    language_model: LanguageModel, name: str, length: int, count: int, source: Source
 ) -> list[Sample]:
     """The first samples of a task at a length, by lm_eval; more of them begin with the same ones.
 
@@ -150,25 +164,22 @@ def make_samples(
         name: One of `TASKS`.
         length: Tokens of a prompt and its answer.
         count: How many.
-        seed: What is drawn.
-        document: The text around needles, for tasks that have one.
-        files: The questions, for tasks that have them: `squad` and `hotpot`, the development sets of SQuAD 2.0 and
-            of HotpotQA (distractor) in their own JSON.
+        source: What they are drawn from.
     """
     task = TASKS[name]
     check_lengths([name], [length])
     _check_tokenizer(language_model, name)
     with _quiet():
         module = importlib.import_module(f"{_RULER}.{task.module}")
-        replaced = _replacements(module, task, language_model, count, document, files)
-        random.seed(f"{name} {length} {seed}")
-        importlib.import_module("numpy").random.seed(seed)
+        replaced = _replacements(module, task, language_model, count, source)
+        random.seed(f"{name} {length} {source.seed}")
+        importlib.import_module("numpy").random.seed(source.seed)
         if hasattr(module, "RNG"):
-            module.RNG.seed(seed)
+            module.RNG.seed(source.seed)
         with _replaced(replaced):
             made = getattr(module, task.function)(max_seq_lengths=[length])["test"]
         delimit = importlib.import_module("lm_eval.api.utils").maybe_delimit
-    identity = (language_model.name, name, length, seed, _source(task, document, files))
+    identity = (language_model.name, name, length, source.seed, source.describe(task))
     return [
         Sample(*identity, index, delimit(row["input"], row["gen_prefix"], task.delimiter), list(row["outputs"]))
         for index, row in enumerate(made)
@@ -176,12 +187,7 @@ def make_samples(
 
 
 def _replacements(
-    module: Any,
-    task: _Task,
-    language_model: LanguageModel,
-    count: int,
-    document: Document,
-    files: Mapping[str, Path],
+    module: Any, task: _Task, language_model: LanguageModel, count: int, source: Source
 ) -> list[tuple[Any, str, Any]]:
     """What lm_eval would download, and how many samples it would make, by module and name."""
     sampler = getattr(module, task.sampler)
@@ -194,11 +200,11 @@ def _replacements(
         (module, "get_tokenizer", lambda *_: language_model.tokenizer),
     ]
     if task.needs == DOCUMENT:
-        prepare, words = importlib.import_module(f"{_RULER}.prepare_niah"), document.text.split()
+        prepare, words = importlib.import_module(f"{_RULER}.prepare_niah"), source.document.text.split()
         replaced.append((module, "get_haystack", lambda type_haystack: words))
         replaced.append((prepare, "cached_sent_tokenize", partial(re.split, _SENTENCE_END)))
     elif task.needs:
-        content = json.loads(files[task.needs].read_text(encoding="utf-8"))
+        content = json.loads(source.files[task.needs].read_text(encoding="utf-8"))
         replaced.append((module, "download_json", lambda url: content))
         for read in (module.read_squad, module.read_hotpotqa):
             read.cache_clear()
@@ -211,10 +217,7 @@ def collect_samples(
     names: Sequence[str],
     lengths: Sequence[int],
     count: int,
-    *,
-    seed: int,
-    document: Document,
-    files: Mapping[str, Path],
+    source: Source,
 ) -> list[Sample]:
     """Samples of all tasks at all lengths from a file; what it lacks is made and saved there.
 
@@ -225,11 +228,10 @@ def collect_samples(
     saved = {sample.identity: sample for sample in (Sample(**json.loads(line)) for line in lines)}
     n_saved, chosen = len(saved), []
     for length, name in itertools.product(lengths, names):
-        first = (language_model.name, name, length, seed, _source(TASKS[name], document, files))
+        first = (language_model.name, name, length, source.seed, source.describe(TASKS[name]))
         samples = [saved[(*first, index)] for index in range(count) if (*first, index) in saved]
         if len(samples) < count:
-            options: Values = {"seed": seed, "document": document, "files": files}
-            samples = make_samples(language_model, name, length, count, **options)
+            samples = make_samples(language_model, name, length, count, source)
             saved |= {sample.identity: sample for sample in samples}
         chosen += samples
     if len(saved) > n_saved:
@@ -315,12 +317,6 @@ def _tokens(language_model: LanguageModel, sample: Sample) -> Tensor:
     if first is None or int(tokens[0]) == first:
         return tokens
     return torch.cat((torch.tensor([first], dtype=tokens.dtype, device=tokens.device), tokens))
-
-
-def _source(task: _Task, document: Document, files: Mapping[str, Path]) -> str:
-    if not task.needs:
-        return ""
-    return document.digest if task.needs == DOCUMENT else files[task.needs].name
 
 
 @contextlib.contextmanager
