@@ -171,7 +171,12 @@ BREAKS = {
         ("gaps overlooked", "gaps, n_counted), dim=1)", "gaps & False, n_counted), dim=1)"),
     ],
     ("attention.py", "batch"): [
-        ("sequences in another order", "torch.cat(rows) for rows", "torch.cat(rows[::-1]) for rows"),
+        (
+            "sequences in another order, with gradients",
+            "torch.cat(tensors) for tensors in zip(*rows",
+            "torch.cat(tensors[::-1]) for tensors in zip(*rows",
+        ),
+        ("queries of a sequence moved", "queries = slice(first, first", "queries = slice(0, 0"),
     ],
     ("attention.py", "causal"): [
         (

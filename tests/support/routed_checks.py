@@ -102,13 +102,21 @@ def assert_true(got, inputs, truth):
 
 
 def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None, backend="auto", truth=None):
-    """A float64 call equals the oracle, forward and backward, with NaN in the padding; returns its stats."""
+    """A float64 call equals the oracle, forward and backward, with NaN in the padding; returns its stats.
+
+    Without gradients a padded batch has the same bits.
+    """
     options = {"is_causal": is_causal, "scale": scale}
     truth = truth or oracle_truth(config, tensors, mask=mask, **options)
     inputs = query, key, value = [t.detach().clone().requires_grad_() for t in tensors]
     padded = (query, *(hidden(t, mask, math.nan) for t in (key, value)))
     got, stats = attend(padded, config, **options, key_padding_mask=mask, backend=backend)
     assert_true(got, inputs, truth)
+    if mask is not None:
+        with torch.no_grad():
+            again, _ = attend(padded, config, **options, key_padding_mask=mask, backend=backend)
+        assert torch.equal(got.output, again.output)
+        assert torch.equal(got.lse, again.lse)
     return stats
 
 
