@@ -176,7 +176,7 @@ BREAKS = {
             "torch.cat(tensors) for tensors in zip(*rows",
             "torch.cat(tensors[::-1]) for tensors in zip(*rows",
         ),
-        ("queries of a sequence moved", "queries = slice(first, first", "queries = slice(0, 0"),
+        ("sequences in another order", "in enumerate(zip(parts, firsts,", "in enumerate(zip(parts[::-1], firsts,"),
     ],
     ("attention.py", "causal"): [
         (
