@@ -24,6 +24,7 @@ from prescore.ops.operators import Operator, pick_operator
 from prescore.ops.parts import attend_parts
 from prescore.parallel.entry import attend_in_group
 from prescore.rng import Streams, as_streams, check_generator
+from prescore.routed import native
 from prescore.routed.backends import auto_config, unsupported
 from prescore.scoring.base import Scorer, as_scorer
 from prescore.scoring.sampling import arange
@@ -249,11 +250,17 @@ def attend_keys(
     with without_autocast(query, key, value) as (query, key, value):
         checks.attention_inputs(query, key, value, is_causal=False, key_padding_mask=None, scale=scale)
         check_key_lists(indices, query, key)
-        if backend in ("native", "triton"):
+        if backend == "triton":
             raise Unsupported(f"backend {backend!r}", ["it runs Routed only"])
         operator = pick_operator(query, backend)
         refuse_tracing()
         scaled, factor = with_positive_scale(query, scale)
+        if backend in ("auto", "native"):
+            reasons = native.unsupported_lists(scaled, key, value)
+            if not reasons:
+                return native.attend_lists(scaled, key, value, indices, factor)
+            if backend == "native":
+                raise Unsupported(f"backend {backend!r}", reasons)
         tensors = differentiable_once(scaled, key, value)
         parts = list_parts(without_duplicates(indices), query, key)
         return attend_parts(*tensors, parts, scale=factor, operator=operator)

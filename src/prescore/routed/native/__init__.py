@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from prescore.autograd import records_gradients
 from prescore.config import Routed
+from prescore.ops.operators import readable
 from prescore.routed.index import KeyIndex
 from prescore.routed.layout import Layout, View, make_layout
 from prescore.routed.native import library
@@ -469,6 +471,61 @@ def attend_step(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tens
     sizes = (batch, heads, n_query, n_keys, dim, value_dim, TYPES[query.dtype])
     call_library("prescore_exact_step", StepCall(*pointers, *steps, *sizes, scale))
     return output.to(query.dtype)
+
+
+class ListCall(ctypes.Structure):
+    """What is read and made, as `ListCall` in lists.c."""
+
+    _fields_ = (
+        *((name, Rows) for name in ("query", "key", "value")),
+        *((name, _POINTER) for name in ("indices", "output", "lse")),
+        *((name, _SIZE) for name in ("list_heads", "heads_per_list", "list_heads_per_kv", "n_lists", "n_listed")),
+        *((name, _SIZE) for name in ("bits", "n_query", "n_keys", "dim", "value_dim")),
+        ("scale", _REAL),
+    )
+
+
+def unsupported_lists(query: Tensor, key: Tensor, value: Tensor) -> list[str]:
+    """Reasons why `attend_lists` cannot run a call; empty means it can."""
+    reasons = _unsupported(query, value.shape[-1], WIDTH)
+    if records_gradients(query, key, value):
+        reasons.append("it computes no gradients of key lists")
+    if library.loaded_level() == library.NO_LEVEL:
+        reasons.append(library.describe_native())
+    return reasons
+
+
+def attend_lists(query: Tensor, key: Tensor, value: Tensor, indices: Tensor, scale: float) -> Attended:
+    """Exact attention of `query [B, Hq, n, D]` over listed keys, as `prescore.attend_keys`; C skips other positions."""
+    query, key, value, indices = *(readable(t) for t in (query, key, value)), indices.contiguous()
+    (batch, heads, length, dim), n_heads, n_keys = query.shape, key.shape[:2].numel(), key.shape[2]
+    list_heads, (n_lists, n_listed) = indices.shape[:2].numel(), indices.shape[2:]
+    check_rows("query", query, batch * heads)
+    _check_keys(key, value, n_heads, WIDTH)
+    fits = key.shape[0] == value.shape[0] == indices.shape[0] == batch and dim == key.shape[-1]
+    in_order = list_heads and batch * heads % list_heads == list_heads % n_heads == 0 and 0 < n_lists <= length
+    if not (fits and in_order and indices.dtype in (torch.int32, torch.int64) and indices.device.type == "cpu"):
+        got = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(indices.shape)} {indices.dtype}"
+        raise ValueError(f"lists must belong to queries and keys, got {got}")
+    output, lse = empty(batch, heads, length, value.shape[-1]), empty(batch, heads, length)
+    rows = [rows_of(t) for t in (query, key, value)]  # must live until the call returns
+    call = ListCall(
+        *rows,
+        *(tensor.data_ptr() for tensor in (indices, output, lse)),
+        list_heads=list_heads,
+        heads_per_list=batch * heads // list_heads,
+        list_heads_per_kv=list_heads // n_heads,
+        n_lists=n_lists,
+        n_listed=n_listed,
+        bits=8 * indices.element_size(),
+        n_query=length,
+        n_keys=n_keys,
+        dim=dim,
+        value_dim=value.shape[-1],
+        scale=scale,
+    )
+    call_library("prescore_attend_lists", call)
+    return Attended(output.to(query.dtype), lse)
 
 
 def attend_ranges(

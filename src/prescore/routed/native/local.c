@@ -17,6 +17,9 @@ static void find_span(const RoutedCall *p, LocalKeys *local) {
     local->blocks = (local->stop - local->begin + 15) / 16;
 }
 
+/* The key that is the local key of this number. */
+INLINE int64_t local_row(const LocalKeys *local, int64_t row) { return local->rows ? local->rows[row] : local->begin + row; }
+
 /* Four rows as columns, `to[16 * i + k] = rows[k][i]`. */
 INLINE void transpose_four(const float *const *rows, float *to, int64_t dim) {
 #if defined(__SSE2__)
@@ -53,8 +56,9 @@ static void load_half_block(const RoutedCall *p, const LocalKeys *local, int64_t
     for (int64_t k = 0; k < 16; k += 4) {
         const float *four[4];
         for (int64_t j = 0; j < 4; j++) {
-            const int64_t row = first + k + j, offset = row_offset(&p->key, kv_head, local->begin + row);
-            four[j] = row < rows ? (const float *)((const uint16_t *)p->key.data + offset) : zeros;
+            const int64_t row = first + k + j;
+            four[j] = zeros;
+            if (row < rows) four[j] = (const float *)((const uint16_t *)p->key.data + row_offset(&p->key, kv_head, local_row(local, row)));
         }
         transpose_four(four, keys + k, pairs);
     }
@@ -62,8 +66,9 @@ static void load_half_block(const RoutedCall *p, const LocalKeys *local, int64_t
         const uint16_t *two[2];
         uint16_t *to = (uint16_t *)(local->values + ((kv_head * local->blocks + block) * 8 + k / 2) * wide);
         for (int64_t j = 0; j < 2; j++) {
-            const int64_t row = first + k + j, offset = row_offset(&p->value, kv_head, local->begin + row);
-            two[j] = row < rows ? (const uint16_t *)p->value.data + offset : (const uint16_t *)zeros;
+            const int64_t row = first + k + j;
+            two[j] = (const uint16_t *)zeros;
+            if (row < rows) two[j] = (const uint16_t *)p->value.data + row_offset(&p->value, kv_head, local_row(local, row));
         }
         for (int64_t i = 0; i < wide; i++) {
             to[2 * i] = two[0][i];
@@ -78,7 +83,7 @@ static void load_block(const RoutedCall *p, const LocalKeys *local, int64_t kv_h
     for (int64_t k = 0; k < 16; k += 4) {
         const float *four[4];
         for (int64_t j = 0; j < 4; j++) {
-            const int64_t row = first + k + j, offset = row_offset(&p->key, kv_head, local->begin + row);
+            const int64_t row = first + k + j, offset = row < rows ? row_offset(&p->key, kv_head, local_row(local, row)) : 0;
             four[j] = own[j];
             if (row < rows && p->key.type == FLOAT32)
                 four[j] = (const float *)p->key.data + offset;
@@ -90,10 +95,15 @@ static void load_block(const RoutedCall *p, const LocalKeys *local, int64_t kv_h
     }
     if (!local->values) return;
     for (int64_t k = first; k < first + 16 && k < rows; k++) {
-        const int64_t offset = row_offset(&p->value, kv_head, local->begin + k);
+        const int64_t offset = row_offset(&p->value, kv_head, local_row(local, k));
         float *to = local->values + (kv_head * rows + k) * wide;
         for (int64_t i = 0; i < wide; i += WIDTH) store(to + i, load_row(&p->value, offset, i));
     }
+}
+
+/* Sixteen local keys of a KV head and their values. */
+void prescore_load_local_block(const RoutedCall *p, const LocalKeys *local, int64_t kv_head, int64_t block) {
+    (local->half ? load_half_block : load_block)(p, local, kv_head, block);
 }
 
 #define BLOCKS_PER_JOB 64 /* of sixteen keys */
@@ -109,12 +119,13 @@ static void load_blocks(void *of, Jobs *jobs) {
     for (int64_t job; (job = next_job(jobs)) >= 0;) {
         const int64_t begin = job * BLOCKS_PER_JOB, all = p->kv_heads * local->blocks;
         for (int64_t i = begin; i < all && i < begin + BLOCKS_PER_JOB; i++)
-            (local->half ? load_half_block : load_block)(p, local, i / local->blocks, i % local->blocks);
+            prescore_load_local_block(p, local, i / local->blocks, i % local->blocks);
     }
 }
 
 /* Load the local keys of all queries; returns 1 where there is no memory. */
 int prescore_load_local(const RoutedCall *p, LocalKeys *local) {
+    local->rows = NULL;
     find_span(p, local);
     local->half = half_products(p);
     const int64_t numbers = p->kv_heads * local->blocks * p->dim * 16;

@@ -61,6 +61,7 @@ typedef struct {
     int64_t begin, stop, blocks, half;
     float *keys;   /* [kv_heads, blocks, dim, 16], half: dim / 2: sixteen side by side */
     float *values; /* [kv_heads, stop - begin, value_dim], half: [kv_heads, blocks * 8, value_dim]; NULL = read where they lie */
+    const int32_t *rows; /* the keys that count as `begin` to `stop`; NULL = they themselves */
 } LocalKeys;
 
 /* A tile of queries of one KV head that see the same clusters. */
@@ -89,6 +90,7 @@ typedef struct {
 
 Tile *prescore_new_tile(const RoutedCall *p, const LocalKeys *local);
 int prescore_load_local(const RoutedCall *p, LocalKeys *local);
+void prescore_load_local_block(const RoutedCall *p, const LocalKeys *local, int64_t kv_head, int64_t block);
 void prescore_free_local(LocalKeys *local);
 void prescore_attend_local(const RoutedCall *p, Tile *w);
 void prescore_load_queries(const RoutedCall *p, Tile *w);
