@@ -348,6 +348,29 @@ def test_efficient_zero_tensors_are_read_as_zeros(name):
         assert torch.equal(found, expected)
 
 
+def test_efficient_zero_tensors_are_read_by_key_lists():
+    zeros, other = torch._efficientzerotensor((1, 2, 40, 16)), torch.randn(1, 2, 40, 16)
+    every, first = torch.arange(40).expand(1, 2, 40, 40), torch.zeros(1, 2, 40, 1, dtype=torch.int64)
+    for given in ((zeros, other, other), (other, zeros, other), (other, other, zeros)):
+        wanted = prescore.exact_attention(*(tensor.clone() for tensor in given))
+        torch.testing.assert_close(prescore.attend_keys(*given, every), wanted)
+    no_memory = torch._efficientzerotensor(tuple(first.shape), dtype=torch.int64)
+    wanted = prescore.attend_keys(other, other, other, first)
+    assert torch.equal(prescore.attend_keys(other, other, other, no_memory).output, wanted.output)
+
+
+@pytest.mark.parametrize("scale", [1e-50, -1e-46])
+def test_a_scale_that_float32_rounds_to_zero_counts_as_zero(scale):
+    """Operators would multiply the -inf of a mask with it."""
+    query, key, value = attention_tensors(n_keys=40, dim=16, dtype=torch.float32)
+    for config in (prescore.Exact(), prescore.Selected("key-norm", top_k=5, min_seq_len=8), Routed(exact_until=0)):
+        found, wanted = (
+            prescore.prescored_attention(query, key, value, config, is_causal=True, scale=some)
+            for some in (scale, 0.0)
+        )
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
 def test_decode_steps_do_not_depend_on_the_defaults_of_torch(default):
     """Native code writes float32 into buffers, which the default dtype would make too small."""

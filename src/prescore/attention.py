@@ -237,7 +237,8 @@ def attend_keys(
             are cut into `n` blocks of `ceil(Nq / n)`, the last one maybe shorter, and a block shares a list. A key
             that a list names several times counts once.
         scale: Factor of the logits, `D ** -0.5` by default.
-        backend: `auto`, `cpu-flash`, `cuda-efficient` or `plain`.
+        backend: `auto`, `native` (C on CPUs, which `auto` takes where it can), `cpu-flash`, `cuda-efficient` or
+            `plain`.
 
     Returns:
         Output and lse over the listed keys; a query whose list is empty has output 0 and lse -inf. Gradients reach

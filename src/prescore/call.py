@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prescore.devices import maybe_any, surely_all
-from prescore.ops.operators import Operator
+from prescore.ops.operators import Operator, accumulation_dtype
 from prescore.rng import Generator as Generator
 from prescore.rng import Streams
 from prescore.scoring.sampling import arange, gather_rows
@@ -203,9 +203,9 @@ def make_call(
 def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
     """The same logits with a factor above 0: operators and engines may divide by it, or multiply -inf with it."""
     factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    if factor > 0:
-        return query, factor
-    return (-query, -factor) if factor < 0 else (query * 0, 1.0)
+    if abs(factor) < torch.finfo(accumulation_dtype(query.dtype)).tiny:  # operators would round it to 0
+        return query * 0, 1.0
+    return (query, factor) if factor > 0 else (-query, -factor)
 
 
 def _finite_padding(query: Tensor, real: Tensor) -> Tensor:

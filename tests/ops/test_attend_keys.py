@@ -5,19 +5,21 @@ import torch
 from oracles.budgets import assert_within, error_budget
 from oracles.dense import dense_attention, without_centroids
 from oracles.inputs import attention_tensors
+from routed_checks import needs_native
 
 import prescore
 from prescore.errors import Unsupported
 from prescore.ops import key_lists
+from prescore.routed import native
+from prescore.routed.native.library import levels_of_processor
 
 N_QUERY, N_KEYS = 11, 23
 LISTS = {"a query": N_QUERY, "a block of 4": 3, "a block of 2": 6, "all": 1}
 
 
-def inputs(n_query=N_QUERY, kv_heads=2, **changes):
-    return attention_tensors(
-        batch=2, heads=4, kv_heads=kv_heads, n_query=n_query, n_keys=N_KEYS, dim=8, value_dim=5, **changes
-    )
+def inputs(n_query=N_QUERY, kv_heads=2, dim=8, value_dim=5, **changes):
+    sizes = {"n_query": n_query, "n_keys": N_KEYS, "dim": dim, "value_dim": value_dim}
+    return attention_tensors(batch=2, heads=4, kv_heads=kv_heads, **sizes, **changes)
 
 
 def lists(n_lists, n_heads, n_listed=7, seed=0):
@@ -39,7 +41,9 @@ def truth(query, key, value, indices, scale=None):
                 for index in indices[b, head // per_head, position // per_list].tolist():
                     if index >= 0:
                         counts[b, head, position, index] = 0.0
-    return dense_attention(query, key, value, without_centroids(counts), scale=scale or dim**-0.5)
+    return dense_attention(
+        query, key, value, without_centroids(counts), scale=dim**-0.5 if scale is None else scale
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])
@@ -48,8 +52,11 @@ def truth(query, key, value, indices, scale=None):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_listed_keys_are_read_once_and_no_others(dtype, shared_by, n_heads, backend, monkeypatch):
     monkeypatch.setattr(key_lists, "KEYS_AT_ONCE", 20)  # several gathers
-    tensors, indices = inputs(), lists(LISTS[shared_by], n_heads)
-    for scale in (None, -0.7):
+    check_lists(inputs(), lists(LISTS[shared_by], n_heads), dtype, backend)
+
+
+def check_lists(tensors, indices, dtype, backend):
+    for scale in (None, -0.2, 0.0):
         found = prescore.attend_keys(*(t.to(dtype) for t in tensors), indices, scale=scale, backend=backend)
         wanted = truth(*tensors, indices, scale)
         for name in ("output", "lse"):
@@ -63,6 +70,65 @@ def test_listed_keys_are_read_once_and_no_others(dtype, shared_by, n_heads, back
         assert found.lse.dtype == (dtype if dtype == torch.float64 else torch.float32)
         assert bool((found.output[0, -1, -1] == 0).all())
         assert float(found.lse[0, -1, -1]) == -torch.inf
+
+
+@needs_native
+@pytest.mark.parametrize("level", levels_of_processor())
+@pytest.mark.parametrize("n_heads", [2, 4], ids=["by KV head", "by query head"])
+@pytest.mark.parametrize("shared_by", LISTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_native_code_reads_the_same_keys(dtype, shared_by, n_heads, level, monkeypatch):
+    """Lists that few queries share, and many; sizes that pairs of bfloat16 can multiply, and others."""
+    monkeypatch.setenv("PRESCORE_NATIVE", level)
+    draw = torch.Generator().manual_seed(3)
+    indices = lists(LISTS[shared_by], n_heads, n_listed=19)
+    for dims in ((64, 32), (48, 80)):
+        check_lists(inputs(dim=dims[0], value_dim=dims[1]), indices, dtype, "native")
+    query, key, value = (tensor.to(dtype) for tensor in inputs(dim=32, value_dim=32))
+    wanted = prescore.attend_keys(query, key, value, indices, backend="native")
+    shuffled = indices[..., torch.randperm(19, generator=draw)].to(torch.int32)
+    strided = [torch.cat((tensor, tensor), -1)[..., :32] for tensor in (query, key, value)]
+    found = prescore.attend_keys(*strided, shuffled)  # what auto takes; another order of the lists
+    for part, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(part, other, rtol=2**-7, atol=2**-7)
+
+
+@needs_native
+def test_lists_as_long_as_a_job_of_threads_and_longer():
+    """Blocks of queries of several jobs, lists of several hundred keys, large logits."""
+    draw = torch.Generator().manual_seed(4)
+    query, key, value = (torch.randn(1, heads, 700, 32, generator=draw).double() for heads in (4, 2, 2))
+    for n_lists, n_listed in ((1, 600), (3, 300), (50, 40), (700, 257)):
+        indices = torch.randint(-1, 700, (1, 2, n_lists, n_listed), generator=draw)
+        for factor in (1.0, 40.0):
+            tensors = [
+                (tensor * factor if i == 0 else tensor).float() for i, tensor in enumerate((query, key, value))
+            ]
+            found = prescore.attend_keys(*tensors, indices, backend="native")
+            wanted = prescore.attend_keys(query * factor, key, value, indices)
+            for part, exact in zip(found, wanted, strict=True):
+                torch.testing.assert_close(part.double(), exact, rtol=1e-4, atol=2e-6 * factor)
+
+
+@needs_native
+def test_what_c_would_read_outside_of_is_refused():
+    query, key, value = (tensor.float() for tensor in inputs(dim=16, value_dim=16))
+    for wrong in (GOOD[:, :1], GOOD[:1], GOOD.float(), GOOD.repeat(1, 1, 2, 1)):
+        with pytest.raises(ValueError, match="lists must belong to queries and keys, got"):
+            native.attend_lists(query, key, value, wrong, 1.0)
+    far = torch.tensor([N_KEYS, 2**31 + 1, -(2**40)]).expand(2, 2, N_QUERY, 3)  # `attend_keys` refuses them
+    assert not native.attend_lists(query, key, value, far, 1.0).output.any()
+
+
+@needs_native
+def test_native_code_that_cannot_run_says_why():
+    query, key, value = inputs(dim=16, value_dim=16)
+    with pytest.raises(
+        Unsupported, match=r"backend 'native' cannot run: it knows torch.float32, .* got torch.float64"
+    ):
+        prescore.attend_keys(query, key, value, GOOD, backend="native")
+    with pytest.raises(Unsupported, match="the head dimension must be a multiple of 16 up to 256, got 8"):
+        prescore.attend_keys(*(tensor.float() for tensor in inputs()), GOOD, backend="native")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -154,7 +220,7 @@ def test_wrong_lists_are_refused(indices, error, message):
 
 
 def test_backends_that_read_no_lists_are_refused():
-    with pytest.raises(Unsupported, match=r"backend 'native' cannot run: it runs Routed only"):
-        prescore.attend_keys(*inputs(), GOOD, backend="native")
+    with pytest.raises(Unsupported, match=r"backend 'triton' cannot run: it runs Routed only"):
+        prescore.attend_keys(*inputs(), GOOD, backend="triton")
     with pytest.raises(ValueError, match="key must be finite where it is not padding, got nan"):
         prescore.attend_keys(*(tensor * torch.nan for tensor in inputs()), GOOD)

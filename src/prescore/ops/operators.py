@@ -106,8 +106,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def readable(rows: Tensor) -> Tensor:
-    """The same numbers with a last stride of 1 and no pending negation: the fused operators assume both."""
-    plain = rows.resolve_neg()
+    """The same numbers in memory, with a last stride of 1 and no pending negation: what operators assume."""
+    plain = rows.clone() if rows._is_zerotensor() else rows.resolve_neg()
     return plain if plain.stride(-1) == 1 else plain.contiguous()
 
 

@@ -7,6 +7,7 @@
 #include "centroids.h"
 #include "index.c"
 #include "linear.c"
+#include "lists.c"
 
 int prescore_routed_forward(const RoutedCall *p);
 void prescore_native_follow(int threads);
@@ -388,6 +389,59 @@ static void check_linear(void) {
     }
 }
 
+/* Lists of random keys, some named twice or outside of the keys, for `size` queries each. */
+static void check_lists(int64_t dim, int64_t wide, int64_t type, int64_t size, int64_t per_list, int64_t bits) {
+    enum { N_HEADS = 4, N_KV = 2, N_QUERY = 70, N_KEYS = 90, MOST = 41 };
+    const int64_t heads = N_HEADS / per_list, lists = (N_QUERY + size - 1) / size;
+    float *query = space(N_HEADS * N_QUERY * dim, 4), *key = space(N_KV * N_KEYS * dim, 4), *value = space(N_KV * N_KEYS * wide, 4);
+    float *output = space(N_HEADS * N_QUERY * wide, 4), *lse = space(N_HEADS * N_QUERY, 4);
+    int64_t *listed = space(heads * lists * MOST, 8), at_query[N_HEADS], at_key[N_KV], at_value[N_KV];
+    int32_t *short_listed = space(heads * lists * MOST, 4);
+    for (int64_t h = 0; h < N_HEADS; h++) at_query[h] = h * N_QUERY * dim;
+    for (int64_t h = 0; h < N_KV; h++) at_key[h] = h * N_KEYS * dim, at_value[h] = h * N_KEYS * wide;
+    fill(query, N_HEADS * N_QUERY * dim);
+    fill(key, N_KV * N_KEYS * dim);
+    fill(value, N_KV * N_KEYS * wide);
+    for (int64_t i = 0; i < heads * lists * MOST; i++) { /* the last list is empty */
+        listed[i] = i < (heads * lists - 1) * MOST ? whole() % 100 : -1;
+        short_listed[i] = (int32_t)listed[i];
+    }
+    Rows queries = rows_of(query, N_HEADS * N_QUERY * dim, type, at_query, dim), keys = rows_of(key, N_KV * N_KEYS * dim, type, at_key, dim);
+    Rows values = rows_of(value, N_KV * N_KEYS * wide, type, at_value, wide);
+    const ListCall c = {
+        .query = queries, .key = keys, .value = values, .indices = bits == 64 ? (void *)listed : (void *)short_listed, .output = output,
+        .lse = lse, .list_heads = heads, .heads_per_list = per_list, .list_heads_per_kv = heads / N_KV, .n_lists = lists, .n_listed = MOST,
+        .bits = bits, .n_query = N_QUERY, .n_keys = N_KEYS, .dim = dim, .value_dim = wide, .scale = 1.0f / sqrtf((float)dim),
+    };
+    check(prescore_attend_lists(&c) == 0, "the lists", 1, 0);
+    const RoutedCall p = {.query = queries, .key = keys, .value = values, .dim = dim, .value_dim = wide};
+    const double size_of_error = half_products(&p) ? 1000 : 2; /* bfloat16 weights */
+    for (int64_t q = 0; q < N_HEADS * N_QUERY; q++) {
+        const int64_t h = q / N_QUERY, list = h / per_list * lists + q % N_QUERY / size, kv = h * N_KV / N_HEADS;
+        double logits[N_KEYS], output_of[MAX_DIM] = {0}, most = -INFINITY, mass = 0;
+        for (int64_t i = 0; i < N_KEYS; i++) {
+            int is_listed = 0;
+            for (int64_t j = 0; j < MOST; j++) is_listed |= listed[list * MOST + j] == i;
+            logits[i] = is_listed ? 0 : -INFINITY;
+            for (int64_t d = 0; is_listed && d < dim; d++) logits[i] += (double)query[q * dim + d] * key[(kv * N_KEYS + i) * dim + d] * c.scale;
+            most = logits[i] > most ? logits[i] : most;
+        }
+        for (int64_t i = 0; i < N_KEYS; i++) {
+            const double weight = logits[i] == -INFINITY ? 0 : exp(logits[i] - most);
+            mass += weight;
+            for (int64_t d = 0; d < wide; d++) output_of[d] += weight * value[(kv * N_KEYS + i) * wide + d];
+        }
+        for (int64_t d = 0; d < wide; d++)
+            close_to("output of a list", output[q * wide + d], mass > 0 ? output_of[d] / mass : 0, size_of_error);
+        close_to("lse of a list", lse[q], mass > 0 ? most + log(mass) : -INFINITY, 10);
+    }
+    void *made[] = {query, key, value, output, lse, listed, short_listed};
+    for (size_t i = 0; i < sizeof made / sizeof *made; i++) free(made[i]);
+    free_rows(&queries);
+    free_rows(&keys);
+    free_rows(&values);
+}
+
 int main(void) {
     prescore_native_follow(3);
     check_int8();
@@ -402,6 +456,12 @@ int main(void) {
             run_call(32, 48, 32, type, 3, everything);
             run_call(128, 16, 64, type, 1, everything);
         }
+    for (int64_t type = FLOAT32; type <= FLOAT16; type++)
+        for (int64_t size = 1; size <= 70; size = 5 * size + 9) /* 1, 14: of a query, of some in one tile */
+            for (int64_t per_list = 1; per_list <= 2; per_list++) {
+                check_lists(64, 32, type, size, per_list, 64);
+                check_lists(16, 80, type, size, per_list, 32);
+            }
     if (failures) fprintf(stderr, "%d checks failed\n", failures);
     return failures != 0;
 }

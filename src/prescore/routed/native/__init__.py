@@ -163,7 +163,7 @@ class IndexCall(ctypes.Structure):
 
 def check_rows(name: str, rows: Tensor, n_heads: int) -> None:
     """Refuse queries, keys or values that C cannot read."""
-    known = rows.dtype in TYPES and rows.device.type == "cpu" and not rows.is_neg()
+    known = rows.dtype in TYPES and rows.device.type == "cpu" and not (rows.is_neg() or rows._is_zerotensor())
     if rows.stride(-1) != 1 or not known or rows.shape[:-2].numel() != n_heads:
         raise ValueError(
             f"{name} must be rows of {n_heads} heads with stride 1, "
@@ -496,8 +496,11 @@ def unsupported_lists(query: Tensor, key: Tensor, value: Tensor) -> list[str]:
 
 
 def attend_lists(query: Tensor, key: Tensor, value: Tensor, indices: Tensor, scale: float) -> Attended:
-    """Exact attention of `query [B, Hq, n, D]` over listed keys, as `prescore.attend_keys`; C skips other positions."""
-    query, key, value, indices = *(readable(t) for t in (query, key, value)), indices.contiguous()
+    """Exact attention of `query [B, Hq, n, D]` over listed keys, as `prescore.attend_keys`.
+
+    Positions that no key has are skipped.
+    """
+    query, key, value, indices = (readable(t) for t in (query, key, value, indices.contiguous()))
     (batch, heads, length, dim), n_heads, n_keys = query.shape, key.shape[:2].numel(), key.shape[2]
     list_heads, (n_lists, n_listed) = indices.shape[:2].numel(), indices.shape[2:]
     check_rows("query", query, batch * heads)

@@ -6,7 +6,6 @@
 
 #define FEW 4             /* queries of a list whose keys are read where they lie */
 #define QUERIES_A_JOB 128 /* of each query head; lists that more queries share are laid out again for the next job */
-#define AHEAD 12          /* rows that are prefetched before they are read */
 
 /* Must equal `ListCall` in routed/native/__init__.py. Query heads are `heads_per_list` after one another for each of the
  * `list_heads`. */
