@@ -563,11 +563,12 @@ def paper_loss(folder: str, label: str, which: str = "all") -> str:
 
 @figure
 def measured(*folders: str) -> str:
-    """Commits and days of records."""
+    """Commits and days of records, or the version where no commit was recorded."""
     commits: dict[str, list[str]] = defaultdict(list)
     for record in (record for folder in folders for record in read(folder)):
-        commits[record.created[:10]].append(record.versions.get("commit", record.versions["prescore"]))
-    return "; ".join(f"{', '.join(dict.fromkeys(own))} of {day}" for day, own in sorted(commits.items()))
+        made_by = record.versions.get("commit") or record.versions.get("prescore")
+        commits[record.created[:10]] += [made_by] if made_by else []  # other engines have neither
+    return "; ".join(f"{', '.join(dict.fromkeys(own))} of {day}" for day, own in sorted(commits.items()) if own)
 
 
 # Speed of the paper's methods, and what scorers select.
