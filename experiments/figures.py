@@ -345,17 +345,18 @@ def needles() -> Table:
 
 @figure
 def ruler() -> Table:
-    """Mean score in per cent, over the prompts that every method read."""
+    """Mean score in per cent, over the prompts that exact attention and the default read."""
     labels = ("exact", "default", "sliding window")
     rows: list[Sequence[str]] = []
     for folder in ("smollm2-bfloat16", "gemma3-270m-bfloat16"):
         scores: dict[str, dict[str, float]] = defaultdict(dict)
         for record in read(f"ruler/{folder}"):
             scores[record.config["digest"]][label_of(record)] = record.results["score"]
-        shared = [scores for scores in scores.values() if scores.keys() >= set(labels)]
-        means = [100 * statistics.fmean(scores[label] for scores in shared) for label in labels]
-        rows.append((folder.removesuffix("-bfloat16"), str(len(shared)), *(f"{mean:.1f} %" for mean in means)))
-    return table(("model", "prompts", *labels), rows)
+        shared = [scores for scores in scores.values() if scores.keys() >= set(labels[:2])]
+        known = [[scores[label] for scores in shared if label in scores] for label in labels]
+        cells = (f"{100 * statistics.fmean(values):.1f} % of {len(values)}" for values in known)
+        rows.append((folder.removesuffix("-bfloat16"), *cells))
+    return table(("model", *labels), rows)
 
 
 # Speed of the default.
@@ -500,9 +501,9 @@ FIRST_CONTEXT = "sample.jsonl#66f36490"
 
 
 def summaries(folder: str, document: str = "") -> list[Summary]:
-    """Every method of a folder, on the documents whose name begins so."""
-    records = [r for r in read(f"language/{folder}") if r.config["document"].startswith(document)]
-    return summarise(records)
+    """Every method of a folder, on the documents whose name begins so and that do not repeat themselves."""
+    records, _ = paper.informative(read(f"language/{folder}"))
+    return summarise([r for r in records if r.config["document"].startswith(document)])
 
 
 @figure
@@ -629,6 +630,32 @@ def claims(name: str) -> Table:
     variants = dict.fromkeys(row[0] for row in rows)
     made = [(c, *(cells.get((c, readings[0], *q), MISSING) for q in quantities)) for c in variants]
     return table(("claim", *(" ".join(q) for q in quantities)), made)
+
+
+_CONCLUSIONS = (
+    *(
+        "min signal leverage / max",
+        "signal groups",
+        "noise rows",
+        "signal rows that",
+        "signal rows isolated, k = d /",
+    ),
+    *("cost of the truth", "D_min, squared", "squared distance of signal and noise /"),
+)
+
+
+@figure
+def claim_sizes() -> Table:
+    """What was measured of the claims at other numbers of keys, with the seeds that met the bound."""
+    found = claim_table([*read("planted/sizes"), *read("planted")])
+    sizes = sorted((int(head.split()[1][2:]), place) for place, head in enumerate(found.columns) if " n=" in head)
+    rows = []
+    for row in found.rows:
+        cells = [row[place : place + 2] for _, place in sizes]
+        if row[1] != "normalized" and row[2].startswith(_CONCLUSIONS) and cells[0][0] != MISSING:
+            shown = (measured if measured == MISSING else f"{measured}, {held}" for measured, held in cells)
+            rows.append((f"{row[0]}, {row[1]}", f"{row[2]} {row[3]}", *shown))
+    return table(("claim", "quantity and bound", *(f"n = {n:,}" for n, _ in sizes)), rows, left=2)
 
 
 @figure

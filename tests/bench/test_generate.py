@@ -28,7 +28,7 @@ KEY_DIFF = ("--method", "key-diff", "--set", "min_seq_len=16")
 def test_text_speeds_memory_and_selection_are_shown(model, lines, tmp_path, capsys):
     assert run(model, tmp_path, *KEY_DIFF, "--top-k", "12", "--set", "remainder=none", "--layers", "last:2") == 0
     shown = capsys.readouterr().out
-    for words in ("exact", "prescored", "tok/s", "MiB", "prefill: selected", "layers 1-2: 12 of"):
+    for words in ("exact", "key-diff", "tok/s", "MiB", "prefill: selected", "layers 1-2: 12 of"):
         assert words in shown
     exact, own = (record["results"] for record in lines(tmp_path))
     assert exact["new_tokens"] == own["new_tokens"] == 5
@@ -54,18 +54,18 @@ def test_a_prompt_that_is_too_short_says_so(model, tmp_path, capsys):
 
 
 def test_choices_after_the_exact_text_are_compared_with_it(model, lines, tmp_path, capsys):
-    def agreed(name, *extra):
+    def agreed(name, own, *extra):
         assert run(model, tmp_path / name, "--agreement", "--ignore-end", *extra) == 0
         records = lines(tmp_path / name)
         names = [record["config"]["attention"] for record in records]
-        assert names == ["exact", "prescored", "prescored, after the exact text"]
+        assert names == ["exact", own, f"{own}, after the exact text"]
         return [record["results"] for record in records]
 
-    same = agreed("same", "--method", "exact")[2]
+    same = agreed("same", "exact by prescore", "--method", "exact")[2]
     assert (same["agreement"], same["step_agreement"], same["compared"]) == (1.0, 1.0, 5)
     assert "100.0 % of 5" in capsys.readouterr().out
     few = (*KEY_DIFF, "--top-k", "1", "--set", "remainder=none", "--set", "sinks=0")
-    exact, free, forced = agreed("few", *few)
+    exact, free, forced = agreed("few", "key-diff", *few)
     assert forced["agreement"] < 1.0  # one key of a hundred is not enough
     assert forced["new_tokens"] == len(exact["tokens"])
     assert sum(forced["decode_paths"].values()) == 3 * 4  # layers and steps

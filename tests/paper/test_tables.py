@@ -11,7 +11,7 @@ from loss_records import draw, record, references
 from prescore.bench.language.tables import full_csv, summarise
 from prescore.bench.records import Record
 from prescore.paper import printed as paper_prints
-from prescore.paper.tables import holds_for, paper_csv, paper_tables, plot_experiment
+from prescore.paper.tables import holds_for, informative, paper_csv, paper_tables, plot_experiment
 from prescore.paper.vision import beside_published
 
 
@@ -51,6 +51,13 @@ def test_the_papers_columns_have_both_leaf_rules_in_the_papers_order():
     assert (float(lines[4]["2^loss"]), float(lines[4]["2^loss*"])) == pytest.approx((2**2.11, 2**2.21))
     assert {(line["Context"], line["Coupling"]) for line in lines[2:]} == {("4096", "corrected")}
     assert paper_csv(summarise(references())) is None
+
+
+def test_a_text_that_repeats_itself_is_left_out_of_every_method():
+    copied = [*references(exact=0.02, local=0.5, document="copies"), cell("kmeans", 32, 0.4, document="copies")]
+    kept, dull = informative([*grid(), *copied])
+    assert (kept, dull) == (grid(), ["copies, 4096 tokens"])
+    assert informative(grid()) == (grid(), [])
 
 
 def test_a_budget_that_keeps_every_key_is_every_scorers():

@@ -29,6 +29,7 @@ _EXAMPLES = {
     items.LANGUAGE: "Example: prescore paper {0} -n 2048 -d book.txt --seeds 3 --out runs/{0}",
     items.VISION: "Example: prescore paper {0} --model deit.safetensors --images val --seeds 3 --out runs/{0}",
     items.SWEEP: "Example: prescore paper {0} --set scorer.n_clusters=8,16,32 --set scorer.noise=0,0.1 -n 1024",
+    items.REUSE: "Example: prescore paper {0} -n 1280 --top-k 256 --refresh-every 64 -d book.txt --out runs/{0}",
     items.HEADS: "Example: prescore paper {0} --heads HEADS --seeds 3 --out runs/{0}",
 }
 
@@ -137,9 +138,12 @@ def _writer(item: Item) -> Callable[[cli.Session, Sequence[Record], str], None]:
     def write(session: cli.Session, records: Sequence[Record], model: str) -> None:
         """The paper's figures beside ours, CSV files of both, and plots."""
         from prescore.bench.language import tables
-        from prescore.paper.tables import paper_csv, paper_tables, plot_experiment
+        from prescore.paper.tables import LEAST_LOSS, informative, paper_csv, paper_tables, plot_experiment
 
-        summaries = tables.summarise(records)
+        kept, dull = informative(records)
+        if dull and kept:
+            session.say(f"left out, as exact attention loses less than {LEAST_LOSS} nats: {'; '.join(dull)}")
+        summaries = tables.summarise(kept or records)
         if item.kind == items.SWEEP:
             made = [tables.loss_table(summaries, f"sweep: {tables.describe_run(summaries, model)}")]
         else:
@@ -181,6 +185,48 @@ def _sweep(item: Item) -> Callable[..., None]:
 
         losses = Losses(item.name, methods_at, lengths, _writer(item), experiment=item.name)
         measure_losses(losses, given, texts, _folder(item, run))
+
+    return command
+
+
+def _reuse(item: Item) -> Callable[..., None]:
+    def command(
+        given: cli.Language,
+        texts: Texts,
+        run: cli.Run,
+        method: list[str] | None = typer.Option(
+            None, help="[paper:]SCORER[-RULE][-sample][+centroids]; repeatable.  [default: paper:kmeans]"
+        ),
+        length: int | None = typer.Option(
+            None, "--length", "-n", min=4, help="Tokens of the prompt and all steps; --first is the first step."
+        ),
+        top_k: list[str] | None = typer.Option(None, help="Keys kept, count or fraction; repeatable."),
+        refresh_every: list[int] | None = typer.Option(
+            None, min=1, help="Tokens after which keys are selected again; repeatable.  [default: never, 64, 16]"
+        ),
+        sinks: int = typer.Option(4, min=0, help="First tokens that the methods keep."),
+    ) -> None:
+        from prescore.bench.language.grid import grid_methods
+        from prescore.paper import reuse
+
+        n_tokens = length or (160 if run.quick else 1024 + reuse.STEPS)
+        steps = min(16 if run.quick else reuse.STEPS, n_tokens // 2)
+        budgets = [cli.read_budget(text) for text in top_k or (["32"] if run.quick else ["256"])]
+        names = method or ["paper:kmeans"]
+        methods = grid_methods(names, n_tokens, top_k=budgets, changes={**given.fields, "sinks": sinks})
+        methods = [own for own in methods if own.label not in ("exact", "local only")]
+        documents = texts.load(run.quick)
+        session = _folder(item, run).open("reuse", given.device, writes=[f"{item.name}*"])
+        loaded = given.load()
+        texts = replace(texts, first=texts.first or n_tokens - steps)
+        windows = texts.read(session, loaded, documents, [n_tokens], run.quick)[n_tokens]
+        refreshes = refresh_every or (reuse.QUICK_REFRESHES if run.quick else reuse.REFRESHES)
+        seeds = range(run.seed, run.seed + texts.seeds)
+        records = session.run(reuse.reuse_rows(loaded, windows, methods, refreshes, seeds))
+        with session.reading():
+            _show(session, item.name, [reuse.reuse_table(records)])
+            reuse.reuse_plot(records, session.out / f"{item.name}.png")
+        session.say(f"records: {session.file.path}; also {item.name}.csv, {item.name}.png")
 
     return command
 
@@ -362,6 +408,7 @@ def _speed(item: Item) -> Callable[..., None]:
 COMMANDS: Mapping[str, Callable[[Item], Callable[..., None]]] = {
     items.LANGUAGE: _language,
     items.SWEEP: _sweep,
+    items.REUSE: _reuse,
     items.PLANTED: _planted,
     items.VISION: _vision,
     items.COVERAGE: _coverage,

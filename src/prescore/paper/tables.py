@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from prescore.bench.language.plots import BUDGET, Lines, plot_losses
-from prescore.bench.language.tables import Summary, csv_text, group_by
+from prescore.bench.language.tables import Summary, csv_text, group_by, result
 from prescore.bench.plots import line_plot
+from prescore.bench.records import Record
 from prescore.bench.tables import MISSING, Table, as_text, percent
 from prescore.paper import printed
 from prescore.paper.grids import largest_block
@@ -23,8 +24,23 @@ _ABOVE = (
     "loss above exact attention, nats per token, ± 95 % over documents x seeds; PPL / PPL* = without / with the "
     "blockwise flag; paper: log2 of its perplexity less that of exact attention"
 )
+LEAST_LOSS = 0.1
+"""A text on which exact attention loses less, in nats, repeats itself: it shows how a method copies."""
 Columns = Mapping[str, tuple[str, int]]
 """Scorer and the paper's residual samples, by the head of their column."""
+
+
+def informative(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
+    """Records of the texts on which exact attention loses at least `LEAST_LOSS`, and the names of the others."""
+    losses = {_text(r): result(r, "loss") for r in records if r.config["method"]["config"]["type"] == "Exact"}
+    dull = {text for text, loss in losses.items() if loss < LEAST_LOSS}
+    kept = [record for record in records if _text(record) not in dull]
+    return kept, sorted(f"{name}, {n_tokens} tokens" for name, _, n_tokens in dull)
+
+
+def _text(record: Record) -> tuple[str, str, int]:
+    config = record.config
+    return config["document"], config["digest"], config["n_tokens"]
 
 
 def signed(value: float | None, half_width: float | None = None) -> str:

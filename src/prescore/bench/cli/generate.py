@@ -70,6 +70,11 @@ class Settings:
     beams: int = typer.Option(1, min=1, help="Beam search with this many beams; 1 = greedy.")
     ignore_end: bool = typer.Option(False, "--ignore-end", help="Continue after the end token.")
 
+    @property
+    def title(self) -> str:
+        """What its rows are called, beside those of the model's own attention, `exact`."""
+        return "exact by prescore" if self.method == "exact" else self.method
+
     def check(self, config: Config) -> None:
         """Refuse what would have no effect."""
         from prescore.integrations.decode import keeps_selection
@@ -187,9 +192,9 @@ class Comparison:
             return Row({**self.described, "attention": attention, **fields}, self.seed, measure)
 
         rows = [row("exact", {}, self.measure_exact)] if exact else []
-        rows.append(row("prescored", options, partial(self.measure, exact)))
+        rows.append(row(settings.title, options, partial(self.measure, exact)))
         if agreement:
-            rows.append(row("prescored, after the exact text", options, self.measure_agreement))
+            rows.append(row(f"{settings.title}, after the exact text", options, self.measure_agreement))
         return rows
 
     def measure_exact(self) -> Values:
@@ -229,7 +234,7 @@ class Comparison:
 
         from prescore.bench.language import generation
 
-        name = "exact" if attention is None else "prescored"
+        name = "exact" if attention is None else self.settings.title
         self.session.say(f"{name}: reading {self.ids.shape[1]} tokens")
         streamer: Any = TextStreamer(self.loaded.tokenizer)
 
