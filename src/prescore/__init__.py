@@ -1,4 +1,4 @@
-"""prescore: attention over long contexts made cheap by scoring the keys before any query is seen."""
+"""prescore: attention over long contexts in which each query reads the keys that matter to it."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -11,6 +12,7 @@ import pytest
 
 import prescore
 import prescore.bench.cli.info as info
+from prescore.bench.cli import options
 from prescore.bench.cli.main import main
 from prescore.bench.cli.options import Run, Session, progress
 from prescore.bench.records import RecordFile, Row, read_records
@@ -234,6 +236,24 @@ def test_progress_without_a_terminal_tells_the_time_left(capsys, monkeypatch):
     shown = capsys.readouterr().err
     assert "demo: 25 %" in shown
     assert "demo: 100 %, 0 s left" in shown
+
+
+def test_progress_counts_rows_that_follow_from_others(saved, text, tmp_path, monkeypatch):
+    shown = []
+
+    @contextmanager
+    def counted(title, total):
+        shown.append([total])
+        yield shown[-1].append
+
+    monkeypatch.setattr(options, "progress", counted)
+    words = f"perplexity -d {text} --model {saved} -n 64 -n 96 --held-out --out {tmp_path / 'run'}".split()
+    assert main(words) == 0
+    ((total, *done),) = shown
+    assert sum(done) == pytest.approx(total)
+    assert len(done) == len(read_records(tmp_path / "run" / "records.jsonl"))
+    assert main([*words, "--resume"]) == 0
+    assert shown[1] == [0]
 
 
 def test_a_command_continues_a_torn_record_file_and_refuses_a_damaged_one(tmp_path, lines, capsys):

@@ -179,10 +179,14 @@ def test_sum_clusters_by_definition(weights):
 # Seeds come from all points.
 
 
-def test_kmeans_recovers_small_planted_groups():
-    """Theorem 2, small noise: 32 groups of 10 keys among 4096, which a subsample of the seeds would miss."""
-    model = PlantedSetting(4096, 32, 0.1).draw("small-noise", generator=0)
-    recovered = best_recovery(model, 3, 0)
+@pytest.mark.parametrize(("n_keys", "epsilon"), [(4096, 0.1), (16384, 0.1), (4096, 1.0)])
+def test_kmeans_recovers_small_planted_groups(n_keys, epsilon):
+    """Theorem 2 and Corollary 1, small noise: 32 groups of 10 keys, or single ones.
+
+    A subsample of the seeds would miss groups, and keys as seeds give the noise two of them.
+    """
+    model = PlantedSetting(n_keys, 32, epsilon).draw("small-noise", generator=1)
+    recovered = best_recovery(model, 1, 1)
     assert (recovered.groups, recovered.noise) == (1.0, 1.0)
 
 
@@ -199,13 +203,13 @@ def test_a_single_far_point_among_many_is_a_seed():
 def test_candidates_stand_for_all_points():
     points, weights = normal(2, 1000, 3), torch.ones(2, 1000, dtype=torch.float64)
     weights[1, 200:] = 0
-    positions, counts = lloyd._candidates(points, weights, 64, 2.0, draws(0, 2))
-    assert positions.shape == (2, 257)
+    means, counts = lloyd._candidates(points, weights, 64, 2.0, draws(0, 2))
+    assert means.shape == (2, 257, 3)
     assert counts.sum(1).tolist() == [1000, 200]
-    assert positions[1, :200].tolist() == list(range(200))  # a short problem has all of its points
-    nearest = torch.cdist(points[:1], points[0, positions[0]][None]).argmin(2)[0]
-    wanted = torch.bincount(nearest, minlength=257).double()
-    assert torch.equal(counts[0], wanted)
+    assert torch.equal(means[1, :200], points[1, :200])  # a short problem has all of its points
+    torch.testing.assert_close((means[0] * counts[0, :, None]).sum(0), points[0].sum(0))
+    nearest = torch.cdist(points[:1], means[:1]).amin(2)
+    assert nearest.square().mean() < 0.1 * points[0].var()
 
 
 def test_converged_early_iterations_still_end_in_the_metrics_own_centres():

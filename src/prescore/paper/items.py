@@ -46,7 +46,7 @@ figure-glm3 | language | none yet; --coupling corrected: cells of appendix-a | l
     Figure GLM3, its observations | Loss and time against budget as its file runs: flag, blocks over all keys.
 scoring | speed | 1 min | speed/scoring
     section 3: cost of scoring | Time of scorers by keys and dimensions, of the preset by budget and clusters.
-reuse | reuse | 4 min, 1,280 tokens | language/reuse
+reuse | reuse | 4 min, 1,280 tokens
     section 3: a selection reused in decoding | Loss of 256 steps whose keys are selected once, or again and again.
 universal-set | language | 21 min, 1024 tokens | language/universal-set, selection
     section 2: universal set with HyperAttention inside | Loss of attention over keys of leverage at least eps.
@@ -80,7 +80,7 @@ baselines | language | 81 min, 4096 and 8192 tokens | language/baselines
     Appendix H: other families | Every baseline, the paper's methods and the default at equal keys read.
 appendix-i | language | 9 min, 1024 tokens | language/appendix-i
     Appendix I | Gaussian kernel k-means under the early coupling.
-sweep | sweep | as many rows as given | language/sweep
+sweep | sweep | as many rows as given
     clusters, noise, delta, blocks, samples | Loss for all combinations: --set scorer.n_clusters=8,16.
 """
 """Two lines for an item: name, kind, time, records, topics; what it is in the paper, what it measures."""

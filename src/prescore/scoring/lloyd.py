@@ -64,7 +64,7 @@ def fit(
         sample = Sample(points, None, torch.zeros(n_problems, dtype=torch.bool, device=points.device))
     fitted = sample.points if lift is None else lift(sample.points)
     seed = _plus_plus if seeding == "k-means++" else _random
-    seeds = gather_rows(fitted, seed(fitted, sample.weights, n_clusters, metric.p, draw))
+    seeds = seed(fitted, sample.weights, n_clusters, metric.p, draw)
     centres = _settle(fitted, sample.weights, seeds, metric, max_iter, tol)
     if sample.points is points:
         points, lift = fitted, None
@@ -180,7 +180,7 @@ def _reseed(points: Tensor, updated: Tensor, distances: Tensor, empty: Tensor) -
     return torch.where(useful.unsqueeze(2), candidates, updated)
 
 
-# Seeds: positions `[P, n_clusters]` of points, which repeat if there are too few; points of weight zero come last.
+# Seeds `[P, n_clusters, d]`, which repeat if there are too few points; points of weight zero come last.
 
 
 def _random(points: Tensor, weights: Tensor | None, n_clusters: int, power: float, draw: Draw) -> Tensor:
@@ -191,7 +191,7 @@ def _random(points: Tensor, weights: Tensor | None, n_clusters: int, power: floa
         n_valid = (weights > 0).sum(dim=1)
         lots = lots.masked_fill(weights <= 0, 2.0)
     turns = arange(n_clusters, like=points) % n_valid.clamp(min=1).unsqueeze(1)
-    return torch.argsort(lots, dim=1, stable=True).gather(1, turns)
+    return gather_rows(points, torch.argsort(lots, dim=1, stable=True).gather(1, turns))
 
 
 def _plus_plus(points: Tensor, weights: Tensor | None, n_clusters: int, power: float, draw: Draw) -> Tensor:
@@ -199,28 +199,29 @@ def _plus_plus(points: Tensor, weights: Tensor | None, n_clusters: int, power: f
 
     Bahmani et al., *Scalable k-means++*, 2012. A round draws as many candidates as there are clusters, in
     proportion to the cost `|x - nearest candidate|^power` of all points, so a group of points is found however
-    small it is. Greedy k-means++ then chooses among the candidates, each weighted with the points nearest to it.
+    small it is. Greedy k-means++ then chooses among the means of the points nearest to each candidate, weighted
+    with the number of these points. (Among the candidates themselves a large spread-out group would look twice as
+    costly as it is to its mean, and would get a second seed before a small group gets its first.)
     """
-    candidates, weights = _candidates(points, weights, max(n_clusters, _LEAST_PER_ROUND), power, draw)
-    return candidates.gather(1, _greedy(gather_rows(points, candidates), weights, n_clusters, power, draw))
+    means, weights = _candidates(points, weights, max(n_clusters, _LEAST_PER_ROUND), power, draw)
+    return gather_rows(means, _greedy(means, weights, n_clusters, power, draw))
 
 
 def _candidates(
     points: Tensor, weights: Tensor | None, per_round: int, power: float, draw: Draw
 ) -> tuple[Tensor, Tensor]:
-    """Positions `[P, m]` of candidates, and the weight of the points that each stands for.
+    """Means `[P, m, d]` of the points nearest to each candidate, and the weights of these points.
 
     A problem with at most m points has all of them as candidates, whatever the size of its batch.
     """
     (n_problems, size), most = points.shape[:2], 1 + _ROUNDS * per_round
     weights = points.new_ones(n_problems, size) if weights is None else weights
     n_valid = (weights > 0).sum(dim=1, keepdim=True)
-    all_points = arange(min(size, most), like=points).expand(n_problems, -1)
     if largest(n_valid, size) <= most:
-        return all_points, weights[:, :most]
+        return points[:, :most], weights[:, :most]
     squares, costs = points.square().sum(dim=2), torch.ones_like(weights)
     labels, last = torch.zeros_like(weights, dtype=torch.int64), (n_valid - 1).clamp(min=0)
-    positions, begin = [], 0
+    begin = 0
     for number in range(_ROUNDS + 1):
         mass = (costs * weights).to(torch.float64).cumsum(dim=1)
         lots = draw(f"candidates {number}", per_round if number else 1)
@@ -229,13 +230,13 @@ def _candidates(
         nearest, cost = _nearest_candidates(points, squares, gather_rows(points, drawn), power)
         closer = cost < costs if number else torch.ones_like(labels, dtype=torch.bool)
         labels, costs = torch.where(closer, nearest + begin, labels), torch.where(closer, cost, costs)
-        positions.append(drawn)
         begin += drawn.shape[1]
-    counts = sum_clusters(weights.unsqueeze(2), labels, None, most).squeeze(2)
+    counts = sum_clusters(weights.unsqueeze(2), labels, None, most)
+    means = sum_clusters(points, labels, weights, most) / counts.clamp(min=torch.finfo(counts.dtype).tiny)
     is_short = n_valid <= most
     short_weights = weights[:, :most].masked_fill(arange(most, like=points) >= n_valid, 0.0)
-    return torch.where(is_short, all_points, torch.cat(positions, dim=1)), torch.where(
-        is_short, short_weights, counts
+    return torch.where(is_short.unsqueeze(2), points[:, :most], means), torch.where(
+        is_short, short_weights, counts.squeeze(2)
     )
 
 

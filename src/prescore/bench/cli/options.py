@@ -228,7 +228,7 @@ def root(
         False, "--version", is_eager=True, callback=_show_version, help="Show the version and stop."
     ),
 ) -> None:
-    """Attention over long contexts made cheap by scoring the keys before any query is seen."""
+    """Attention over long contexts in which each query reads the keys that matter to it."""
 
 
 def load_imports(words: Sequence[str]) -> list[str]:

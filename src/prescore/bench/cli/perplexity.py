@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from prescore.bench.cli import options as cli
-from prescore.bench.records import Values, replacing
+from prescore.bench.records import Values, replacing, row_key
 
 if TYPE_CHECKING:
     from prescore.bench.language.documents import Document
@@ -237,6 +238,7 @@ def write_text(path: Path, text: str) -> None:
 def _measure_held_out(given: cli.Comparison, sources: Sequence[str] | None, run: cli.Run, is_tuning: bool) -> None:
     from prescore.bench.language import held_out
     from prescore.bench.language.perplexity import loss_row
+    from prescore.config import Routed
 
     methods, texts = held_out.held_out_methods(given.fields), held_out.held_out_texts(sources)
     lengths = given.length or ([_QUICK_DEFAULT_LENGTH] if run.quick else held_out.LENGTHS)
@@ -246,9 +248,15 @@ def _measure_held_out(given: cli.Comparison, sources: Sequence[str] | None, run:
     with session.reading():
         held_out.held_out_tables(list(session.file))
     tokenized = [held_out.TokenizedText.of(loaded, text) for text in texts]
-    for length in lengths:
-        windows = _held_out_windows(session, tokenized, length, run.seed if is_tuning else None)
-        _measure_windows(session, row, windows, methods)
+    seed = run.seed if is_tuning else None
+    by_length = [_held_out_windows(session, tokenized, length, seed) for length in lengths]
+    pairs = [[(window, method) for window in windows for method in methods] for windows in by_length]
+    # beside every default runs a sliding window of the same cost
+    rows = [(row(*pair), 1 + isinstance(pair[1].config, Routed)) for pair in itertools.chain(*pairs)]
+    left = (times * own.cost for own, times in rows if row_key(COMMAND, own.config, own.seed) not in session.file)
+    with session.whole(sum(left)) as whole:
+        for inside in pairs:
+            _measure_windows(whole, row, inside)
     with session.reading():
         tables = held_out.held_out_tables(list(session.file))
         session.show(*(table.to_rich() for table in tables))
@@ -276,14 +284,12 @@ def _held_out_windows(
 def _measure_windows(
     session: cli.Session,
     row: Callable[[Window, Method], Row],
-    windows: Sequence[Window],
-    methods: Sequence[Method],
+    pairs: Sequence[tuple[Window, Method]],
 ) -> None:
-    """The methods, and a sliding window that reads as much as `Routed` on each."""
+    """Windows under methods, and a sliding window that reads as much as `Routed` on each."""
     from prescore.bench.language.held_out import window_like
     from prescore.config import Routed
 
-    pairs = [(window, method) for window in windows for method in methods]
     measured = zip(pairs, session.run([row(*pair) for pair in pairs]), strict=True)
     defaults = [(window, record) for (window, method), record in measured if isinstance(method.config, Routed)]
     with session.reading():
