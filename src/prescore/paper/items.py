@@ -50,7 +50,7 @@ reuse | reuse | 4 min, 1,280 tokens
     section 3: a selection reused in decoding | Loss of 256 steps whose keys are selected once, or again and again.
 universal-set | language | 21 min, 1024 tokens | language/universal-set, selection
     section 2: universal set with HyperAttention inside | Loss of attention over keys of leverage at least eps.
-planted | planted | 20 min, 5 seeds | planted
+planted | planted | 3 min, 5 seeds | planted
     section 4 and its appendices | Every claim on the planted model, and which scorer finds the planted keys.
 theorem-1 | planted | 1 s | planted | leverage
     Lemmas 1 and 2, Theorem 1 | Leverage separates signal from noise; the universal set at rho.
@@ -58,7 +58,7 @@ theorem-2 | planted | 3 s | planted | clusters
     Theorem 2 | Optimal clusters are the planted groups.
 corollary-1 | planted | 4 s | planted | singleton, variance ratio
     Corollary 1 | Singletons are clusters of their own; D_min of the variance-ratio model.
-claim-1 | planted | 19 min | planted | l_p
+claim-1 | planted | 2 min | planted | l_p
     Claim 1 | l_p clustering and sensitivities.
 appendix-a | language | 60 min, 1024 tokens | language/appendix-a
     Appendix A | Budget by residual samples by blockwise flag for k-means, k-median, leverage and Gaussian k-means.
@@ -120,7 +120,7 @@ def listing() -> Table:
     ]
     rows += [(paper, f"pytest {folder}", "1 min", "no record") for paper, folder in TESTED.items()]
     note = (
-        "time: what the record took on two cores; every item has --quick; records are in "
+        "time: what the record takes on a machine that does nothing else; every item has --quick; records are in "
         "experiments/ of a clone, and --resume --out experiments/RECORD continues one"
     )
     return Table(
