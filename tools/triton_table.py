@@ -43,7 +43,7 @@ _INTEGERS = (
 _POINTERS = {
     **dict.fromkeys(("query", "key", "value", "sink_key", "sink_value", "result"), "input"),
     **dict.fromkeys(("visible", "local_start", "local_stop", "counts"), "i32"),
-    **{"positions": "i64", "found": "i64", "int8": "i8", "sub_int8": "i8", "query_int8": "i8"},
+    **{"positions": "i64", "hits": "i64", "int8": "i8", "sub_int8": "i8", "query_int8": "i8"},
 }
 """Types of what is not float32."""
 

@@ -6,7 +6,7 @@ engine runs, and results are shifted back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -172,32 +172,41 @@ def make_call(
         real = mask[:, n_keys - n_query :]
         query, blind = _finite_padding(query, real), _blind_queries(mask)[:, n_keys - n_query :]
     query, factor = with_positive_scale(query, options.scale)
-    start: Tensor | int = n_keys - n_query if is_causal else 0
-    valid, shift, query_valid, moved = mask, None, None, False
-    if aligned:
-        key, valid, shift = align_keys(key, mask)
-    elif mask is not None:
-        key = key.masked_fill(~mask[:, None, :, None], 0)
-    if mask is not None and valid is not None:  # padding may hold anything, and 0 * NaN is NaN
-        value = value.masked_fill(~mask[:, None, :, None], 0)
-    if aligned and mask is not None and valid is not None:
-        self_attention = n_query == n_keys
-        # without causality nothing depends on positions of queries: padded rows may be real queries of their own
-        query_valid = None if not self_attention else valid if is_causal or shift is None else mask
-        if shift is not None:
-            index, inside = _shifted(shift, n_keys)
-            value = _take_rows(value, index) * inside[:, None, :, None]
-            moved = is_causal and self_attention
-            if moved:
-                query, start = _take_rows(query, index), 0
-            elif is_causal:
-                start = start - shift
-    return Call(
+    call = Call(
         query, key, value, is_causal, factor, operator, streams or Streams(),
-        valid=valid, query_start=start, query_valid=query_valid, shift=shift, queries_moved=moved,
-        blind=blind if blind is not None and maybe_any(blind) else None, backend=options.backend,
-        key_index=options.key_index if valid is None else None,
+        query_start=n_keys - n_query if is_causal else 0,
+        blind=blind if blind is not None and maybe_any(blind) else None,
+        backend=options.backend, key_index=options.key_index,
     )  # fmt: skip
+    if mask is None:
+        return call
+    if aligned:
+        return _aligned(call, mask)
+    hidden = ~mask[:, None, :, None]
+    key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+    return replace(call, key=key, value=value, valid=mask, key_index=None)
+
+
+def _aligned(call: Call, mask: Tensor) -> Call:
+    """The same with rows that begin at their first real key, and without the content of padding."""
+    key, valid, shift = align_keys(call.key, mask)
+    if valid is None:
+        return call
+    # padding may hold anything, and 0 * NaN is NaN
+    value = call.value.masked_fill(~mask[:, None, :, None], 0)
+    is_self = call.n_query == call.n_keys
+    # without causality nothing depends on positions of queries: padded rows may be real queries of their own
+    query_valid = None if not is_self else valid if call.is_causal or shift is None else mask
+    call = replace(call, key=key, value=value, valid=valid, query_valid=query_valid, shift=shift, key_index=None)
+    if shift is None:
+        return call
+    index, inside = _shifted(shift, call.n_keys)
+    value = _take_rows(value, index) * inside[:, None, :, None]
+    if not call.is_causal:
+        return replace(call, value=value)
+    if not is_self:
+        return replace(call, value=value, query_start=call.query_start - shift)
+    return replace(call, query=_take_rows(call.query, index), value=value, query_start=0, queries_moved=True)
 
 
 def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from prescore.attention import exact_attention
 from prescore.autograd import records_gradients
+from prescore.ops.operators import readable
 from prescore.ops.parts import merge
 from prescore.routed import native
 
@@ -26,7 +27,7 @@ def attend_window(
     """
     if records_gradients(query, key, value) or not native.can_run(query, value.shape[-1], native.WIDTH):
         return None
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    query, key, value = map(readable, (query, key, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     start = start.masked_fill(start <= sinks, 0)  # the window touches the sinks
     stop = torch.arange(1, query.shape[2] + 1, dtype=torch.int32, device="cpu")

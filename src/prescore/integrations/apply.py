@@ -62,13 +62,13 @@ class Applied:
     def __init__(
         self,
         model: nn.Module,
-        adapter: Adapter,
         configs: Mapping[int, Config],
         on_unsupported: str,
         group: Group | None = None,
         audit: float | None = None,
         backend: str = "auto",
     ) -> None:
+        adapter = find_adapter(model)
         names = adapter.layers(model)
         warned: set[str] = set()
         self.model = model
@@ -194,14 +194,14 @@ def apply(
     if on_unsupported == "raise":
         _refuse_obstacles(adapter, model, configs)
     if mesh is None:
-        return Applied(model, adapter, configs, on_unsupported, audit=audit, backend=backend)
+        return Applied(model, configs, on_unsupported, audit=audit, backend=backend)
     if backend != "auto":
         raise ValueError(f"backend must be 'auto' with a mesh, got {backend!r}")
     if on_unsupported != "raise":
         raise ValueError(f"on_unsupported must be 'raise' with a mesh, got {on_unsupported!r}")
     if audit is not None:
         raise ValueError(f"audit must be None with a mesh, whose ranks hold other keys, got {audit}")
-    return Applied(model, adapter, configs, on_unsupported, as_group(mesh, "mesh"))
+    return Applied(model, configs, on_unsupported, as_group(mesh, "mesh"))
 
 
 def _refuse_obstacles(adapter: Adapter, model: nn.Module, configs: Mapping[int, Config]) -> None:

@@ -54,19 +54,8 @@ def _refuse_or_warn(patch: Patch, owner: str, obstacles: tuple[str, ...]) -> Non
         refuse(patch.layer, owner, obstacles)
 
 
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    is_causal: bool,
-    dropout: float,
-    is_local: bool,
-    owner: str,
-    first_head: int,
-    handle: int,
-) -> Tensor:
+def _run(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
+    mask, scale, is_causal, dropout, is_local, owner, first_head, handle = settings
     patch = PATCHES_BY_HANDLE.get(handle)
     if patch is None:
         raise Unsupported(f"compiled attention in {owner}", ["what was applied to the model has been undone"])

@@ -20,6 +20,7 @@ from prescore.autograd import records_gradients, without_autocast
 from prescore.call import mean_visible_keys
 from prescore.config import Config, Exact
 from prescore.errors import Unsupported
+from prescore.ops.operators import readable
 from prescore.routed import native
 from prescore.types import Result
 
@@ -324,7 +325,7 @@ def _windowed(
     needs_torch = dropout or records_gradients(query, key, value)
     if ranges is not None and not needs_torch and native.can_run(query, value.shape[-1], native.WIDTH):
         with without_autocast(query, key, value) as tensors:
-            q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
+            q, k, v = map(readable, tensors)
             return native.attend_ranges(q, k, v, *ranges, q.shape[-1] ** -0.5 if scale is None else scale).output
     outputs = []
     for first in range(0, n_query, _WINDOW_BLOCK):

@@ -219,7 +219,7 @@ def forward(
     peaks, totals, moves = (empty(n_heads, splits, n_rows) for _ in range(3))
     outputs = empty(n_heads, splits, n_rows, value_dim)
     estimates = empty(n_programs, CLUSTERS * size, rows)
-    found = empty(n_programs, CLUSTERS * size, of=torch.int64)
+    hits = empty(n_programs, CLUSTERS * size, of=torch.int64)
     seen = [t.to(device, non_blocking=True) for t in (view.n_clusters, view.local_start, view.local_stop)]
     units = index.key_cov.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(reference.MIN_STD**2).sqrt()
     index = index.map(Tensor.contiguous)
@@ -250,7 +250,7 @@ def forward(
         start(
             kernels.far_part, (n_programs,),
             query, key, value, seen[0], index.centroid_key, index.centroid_value, units, *keys, *subclusters,
-            masses, stds, query_int8, query_units, peaks, totals, moves, outputs, estimates, found,
+            masses, stds, query_int8, query_units, peaks, totals, moves, outputs, estimates, hits,
             threshold, counts, *steps[0], *steps[1],
             n_heads, n_tiles, splits, n_query, n_rows, n_clusters, *covs, per_split, dim,
             view.scale, view.log_inverse, *margins,

@@ -81,13 +81,13 @@ def _project(
     """
     column = tl.arange(0, WIDTH)
     for number in tl.range(first, last + 1, disable_licm=True):
-        own = tl.where(which == number, factor, 0.0)
+        of_number = tl.where(which == number, factor, 0.0)
         base = matrix + tl.cast(number, tl.int64) * D * WIDTH
         for start in tl.range(0, n_dim, PART, disable_licm=True):
             part = start + tl.arange(0, PART)
             queries = tl.load(query + rows[:, None] + part[None, :], mask=row_mask[:, None], other=0.0)
             some = tl.load(base + part[:, None] * WIDTH + column[None, :])
-            output += tl.dot(queries.to(tl.float32) * own[:, None], some, input_precision=PRECISION)
+            output += tl.dot(queries.to(tl.float32) * of_number[:, None], some, input_precision=PRECISION)
     return output
 
 
@@ -191,13 +191,13 @@ def local_part(
         moved, output = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DV], tl.float32)
         key, value, end = key + head * key_head, value + head * value_head, tl.max(stop)
         for begin in tl.range(tl.min(start), end, LOCAL, disable_licm=True):
-            place = begin + tl.arange(0, LOCAL)
-            far, inside = place.to(tl.int64), place < end
+            position = begin + tl.arange(0, LOCAL)
+            far, inside = position.to(tl.int64), position < end
             logits = _logits(
                 query, rows, mask, key, far * key_step, inside, scale, n_dim,
                 ROWS, LOCAL, WIDTH, PRECISION, INTERPRETED,
             )  # fmt: skip
-            seen = (place[None, :] >= start[:, None]) & (place[None, :] < stop[:, None])
+            seen = (position[None, :] >= start[:, None]) & (position[None, :] < stop[:, None])
             logits = tl.where(seen, logits, NEGATIVE)
             values = tl.load(
                 value + far[:, None] * value_step + value_dim[None, :], mask=inside[:, None], other=0.0
@@ -208,26 +208,26 @@ def local_part(
             key, value = sink_key + head * key_head, sink_value + head * value_head
             sink_peak, sink_total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
             for begin in tl.range(0, n_sinks, 16, disable_licm=True):
-                place = begin + tl.arange(0, 16)
-                inside = place < n_sinks
+                position = begin + tl.arange(0, 16)
+                inside = position < n_sinks
                 logits = _logits(
-                    query, rows, mask, key, place * key_step, inside, scale, n_dim,
+                    query, rows, mask, key, position * key_step, inside, scale, n_dim,
                     ROWS, 16, WIDTH, PRECISION, INTERPRETED,
                 )  # fmt: skip
                 logits = tl.where(inside[None, :] & is_routed[:, None], logits, NEGATIVE)
                 sink_peak, sink_total = _add_mass(sink_peak, sink_total, logits)
                 values = tl.load(
-                    value + place[:, None] * value_step + value_dim[None, :], mask=inside[:, None], other=0.0
+                    value + position[:, None] * value_step + value_dim[None, :], mask=inside[:, None], other=0.0
                 )
                 peak, total, moved, output = _fold(
                     peak, total, moved, output, logits, values, PRECISION, INTERPRETED
                 )
             mass = _log_sum(mass, sink_peak + tl.log(sink_total) + LOG_SINK_WEIGHT)
             tl.store(masses + (head * (splits + 1) + splits) * n_rows + row, mass)
-        place = head * splits * n_rows + row
-        tl.store(peaks + place, peak)
-        tl.store(totals + place, total)
-        tl.store(outputs + place[:, None] * DV + value_dim[None, :], output)
+        at = head * splits * n_rows + row
+        tl.store(peaks + at, peak)
+        tl.store(totals + at, total)
+        tl.store(outputs + at[:, None] * DV + value_dim[None, :], output)
         if most > 0:
             # standard deviation of the logits within clusters, as `reference.far_logits`
             which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, -1)
@@ -246,10 +246,10 @@ def local_part(
             numbers = scaled / tl.maximum(unit, 1.1754943508222875e-38)[:, None]
             numbers = (numbers + 12582912.0) - 12582912.0
             numbers = tl.minimum(tl.maximum(numbers, -QUERY_MAX), QUERY_MAX)
-            place = head * n_rows + row
-            tl.store(stds + place, tl.sqrt(variance))
-            tl.store(query_units + place, unit)
-            tl.store(query_int8 + place[:, None] * D + dim[None, :], numbers.to(tl.int8))
+            at = head * n_rows + row
+            tl.store(stds + at, tl.sqrt(variance))
+            tl.store(query_units + at, unit)
+            tl.store(query_int8 + at[:, None] * D + dim[None, :], numbers.to(tl.int8))
 
 
 @triton.jit
@@ -267,13 +267,13 @@ def _int8_logits(
 @triton.jit
 def _search(
     query, rows, row_mask, query_int8, query_units, n_clusters, threshold, lowered, reach,
-    centroid_key, positions, int8, scales, sub_int8, sub_scales, spread, radius, estimates, found,
+    centroid_key, positions, int8, scales, sub_int8, sub_scales, spread, radius, estimates, hits,
     block, last, scale, n_dim,
     ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Clusters from `block` on: logits, which are seen, keys read of each; numbers of keys listed, compared, read.
 
-    The keys that some row reads are listed: positions in `found`, int8 logits `[keys, ROWS]` in `estimates`, -inf
+    The keys that some row reads are listed: positions in `hits`, int8 logits `[keys, ROWS]` in `estimates`, -inf
     where a row does not read the key.
     """
     S: tl.constexpr = SIZE // SUBCLUSTER
@@ -323,9 +323,9 @@ def _search(
                 n_read += tl.sum(own_counts, 0)
                 some = tl.max(hit.to(tl.int32), 0)
                 goes_to = n_found + tl.cumsum(some, 0) - some
-                own = tl.where(hit, above + logit[:, None], NEGATIVE)
-                tl.store(estimates + goes_to[None, :] * ROWS + row[:, None], own, mask=(some > 0)[None, :])
-                tl.store(found + goes_to, tl.load(positions + begin + slot), mask=some > 0)
+                estimate = tl.where(hit, above + logit[:, None], NEGATIVE)
+                tl.store(estimates + goes_to[None, :] * ROWS + row[:, None], estimate, mask=(some > 0)[None, :])
+                tl.store(hits + goes_to, tl.load(positions + begin + slot), mask=some > 0)
                 n_found += tl.sum(some, 0)
     return logits, seen, counts, n_found, n_compared, n_read
 
@@ -333,7 +333,7 @@ def _search(
 @triton.jit
 def far_part(
     query, key, value, visible, centroid_key, centroid_value, units, positions, int8, scales, sub_int8, sub_scales,
-    spread, radius, masses, stds, query_int8, query_units, peaks, totals, moves, outputs, estimates, found,
+    spread, radius, masses, stds, query_int8, query_units, peaks, totals, moves, outputs, estimates, hits,
     thresholds, counts, query_head, query_member, query_step, key_head, key_step, value_head, value_step,
     n_heads, n_tiles, splits, n_query, n_rows, n_tables, n_covs, clusters_per_cov, clusters_per_split, n_dim,
     scale, log_inverse, margin, exact_margin,
@@ -345,7 +345,7 @@ def far_part(
 ):  # fmt: skip
     """Each program runs many tiles, the longest first, with the same memory for its lists of keys."""
     value_dim, in_tile = tl.arange(0, DV), tl.arange(0, ROWS)
-    found += tl.program_id(0).to(tl.int64) * CLUSTERS * SIZE
+    hits += tl.program_id(0).to(tl.int64) * CLUSTERS * SIZE
     estimates += tl.program_id(0).to(tl.int64) * CLUSTERS * SIZE * ROWS
     for number in tl.range(tl.program_id(0), n_tiles * splits * n_heads, tl.num_programs(0), disable_licm=True):
         tile, split = n_tiles - 1 - number // (splits * n_heads), number % splits
@@ -361,8 +361,8 @@ def far_part(
         mass += tl.log(SIZE * tl.minimum(share, 1.0)) + tl.minimum(0.5 * std * std, MAX_MASS_GAIN)
         mass = _log_sum(mass, tl.load(masses + (head * (splits + 1) + splits) * n_rows + row))
         threshold = tl.where(is_routed, mass - log_inverse, float("inf"))
-        place = (head * GROUP + row % GROUP) * n_query + row // GROUP
-        tl.store(thresholds + place, threshold, mask=mask & (split == 0))
+        at = (head * GROUP + row % GROUP) * n_query + row // GROUP
+        tl.store(thresholds + at, threshold, mask=mask & (split == 0))
         # `reference.search_bounds`
         which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, 0)
         reach = tl.maximum(HEAVY_STDS - margin / std, SEARCH_STDS) * std / tl.load(units + head * n_covs + which)
@@ -371,11 +371,11 @@ def far_part(
         last = tl.minimum(first + clusters_per_split, most)
         n_compared, n_read = 0, 0
         # the first split goes on from the local part
-        place, is_first = (head * splits + split) * n_rows + row, in_tile + split == in_tile
-        peak = tl.load(peaks + place, mask=is_first, other=NEGATIVE)
-        total = tl.load(totals + place, mask=is_first, other=0.0)
+        at, is_first = (head * splits + split) * n_rows + row, in_tile + split == in_tile
+        peak = tl.load(peaks + at, mask=is_first, other=NEGATIVE)
+        total = tl.load(totals + at, mask=is_first, other=0.0)
         moved = tl.zeros([ROWS], tl.float32)
-        whole = place[:, None] * DV + value_dim[None, :]
+        whole = at[:, None] * DV + value_dim[None, :]
         output = tl.load(outputs + whole, mask=is_first[:, None], other=0.0)
         for block in tl.range(first, last, CLUSTERS, disable_licm=True):
             tl.debug_barrier()  # lists are shared by all threads
@@ -386,7 +386,7 @@ def far_part(
                 int8 + head * n_tables * SIZE * D, scales + head * n_tables * SIZE,
                 sub_int8 + head * n_tables * (SIZE // SUBCLUSTER) * D,
                 sub_scales + head * n_tables * (SIZE // SUBCLUSTER),
-                spread + head * n_tables * (SIZE // SUBCLUSTER), radius + head * n_tables, estimates, found,
+                spread + head * n_tables * (SIZE // SUBCLUSTER), radius + head * n_tables, estimates, hits,
                 block, last, scale, n_dim,
                 ROWS, D, SIZE, KEYS, PRECISION,
             )  # fmt: skip
@@ -398,7 +398,7 @@ def far_part(
                 pending = tl.load(
                     estimates + slot[None, :] * ROWS + in_tile[:, None], mask=listed[None, :], other=NEGATIVE
                 )
-                position = tl.load(found + slot, mask=listed, other=0)
+                position = tl.load(hits + slot, mask=listed, other=0)
                 heavy = pending >= (threshold + exact_margin)[:, None]
                 if tl.max(tl.max(heavy.to(tl.int32), 1), 0) > 0:
                     exact = _logits(
@@ -426,9 +426,9 @@ def far_part(
             peak, total, moved, output = _fold(peak, total, moved, output, columns, values, PRECISION, INTERPRETED)
             shift = tl.where(peak == NEGATIVE, 0.0, peak)
             moved += tl.sum(tl.exp(columns - shift[:, None]) * move, 1)
-        tl.store(peaks + place, peak)
-        tl.store(totals + place, total)
-        tl.store(moves + place, moved)
+        tl.store(peaks + at, peak)
+        tl.store(totals + at, total)
+        tl.store(moves + at, moved)
         tl.store(outputs + whole, output)
         tl.store(counts + number * 2, n_compared)
         tl.store(counts + number * 2 + 1, n_read)
@@ -446,15 +446,15 @@ def merge(
     peak, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
     moved, output = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DV], tl.float32)
     for split in tl.range(0, splits, disable_licm=True):
-        place = (head * splits + split) * n_rows + row
-        own_peak = tl.load(peaks + place)
-        highest = tl.maximum(peak, own_peak)
+        at = (head * splits + split) * n_rows + row
+        part_peak = tl.load(peaks + at)
+        highest = tl.maximum(peak, part_peak)
         shift = tl.where(highest == NEGATIVE, 0.0, highest)
-        decay, own_decay = tl.exp(peak - shift), tl.exp(own_peak - shift)
-        total = total * decay + tl.load(totals + place) * own_decay
-        moved = moved * decay + tl.load(moves + place) * own_decay
-        own = tl.load(outputs + place[:, None] * DV + value_dim[None, :])
-        output = output * decay[:, None] + own * own_decay[:, None]
+        decay, part_decay = tl.exp(peak - shift), tl.exp(part_peak - shift)
+        total = total * decay + tl.load(totals + at) * part_decay
+        moved = moved * decay + tl.load(moves + at) * part_decay
+        part_output = tl.load(outputs + at[:, None] * DV + value_dim[None, :])
+        output = output * decay[:, None] + part_output * part_decay[:, None]
         peak = highest
     is_routed = n_clusters > 0
     which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, -1)
@@ -463,7 +463,7 @@ def merge(
         output, query + head * query_head, rows, mask, moved * scale, key_value_cov + head * n_covs * D * DV,
         which, first, last, n_dim, D, DV, PRECISION,
     )  # fmt: skip
-    place = (head * GROUP + row % GROUP) * n_query + row // GROUP
+    at = (head * GROUP + row % GROUP) * n_query + row // GROUP
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(result + place[:, None] * DV + value_dim[None, :], output, mask=mask[:, None])
-    tl.store(lse + place, peak + tl.log(total), mask=mask)
+    tl.store(result + at[:, None] * DV + value_dim[None, :], output, mask=mask[:, None])
+    tl.store(lse + at, peak + tl.log(total), mask=mask)

@@ -94,28 +94,19 @@ def ruler_table(records: Sequence[Record]) -> Table:
     columns = ("model", "tokens", "task", "method", "samples", "score", "interval", "points", "lost", "gained")
     rows, losses = [], []
     for (model, length), some in group_by(chosen, lambda r: (r.config["model"], r.config["n_tokens"])).items():
-        scores: dict[str, dict[str, _Scores]] = {}
-        reads: dict[str, list[float]] = {}
-        for record in some:
-            label, sample = _ruler_label(record), (record.config["digest"], record.seed)
-            scores.setdefault(record.config["task"], {}).setdefault(label, {})[sample] = result(record, "score")
-            if record.results.get("prompt_reads_per_query") is not None:
-                reads.setdefault(label, []).append(result(record, "prompt_reads_per_query"))
+        scores = _by_task(some)
+        routed = {_ruler_label(r) for r in some if r.results.get("prompt_reads_per_query") is not None}
         labels = sorted(dict.fromkeys(label for task in scores.values() for label in task), key=_exact_first)
         solved = [task for task, by in scores.items() if by.get("exact") and _mean(by["exact"]) >= SOLVED]
         groups = {**{task: [task] for task in scores}, "solved": solved, "all": list(scores)}
         for (name, tasks), label in itertools.product(groups.items(), labels):
             by_label = {label: _joined(scores[task].get(label, {}) for task in tasks) for label in labels}
-            inside, exact = by_label[label], {} if label == "exact" else by_label.get("exact", {})
-            if name not in scores:  # over several tasks, what every method has read
-                inside = {
-                    key: value
-                    for key, value in inside.items()
-                    if all(key in scored for scored in by_label.values())
-                }
+            # over several tasks, what every method has read
+            inside = by_label[label] if name in scores else _in_all(by_label[label], by_label.values())
+            exact = {} if label == "exact" else by_label.get("exact", {})
             if inside:
                 rows.append((str(model), str(length), name, label, *_ruler_cells(inside, exact)))
-            if label in reads and name in solved:
+            if label in routed and name in solved:
                 losses.append((_points(inside, exact), f"{name} at {length} tokens with {label}"))
     worst = min(losses, default=(0.0, ""))
     lost = (
@@ -128,6 +119,21 @@ def ruler_table(records: Sequence[Record]) -> Table:
 
 _Scores = dict[tuple[str, int | None], float]
 """Scores by prompt and seed."""
+
+
+def _by_task(records: Sequence[Record]) -> dict[str, dict[str, _Scores]]:
+    """Scores by task and method."""
+    scores: dict[str, dict[str, _Scores]] = {}
+    for record in records:
+        by_method = scores.setdefault(record.config["task"], {})
+        of_method = by_method.setdefault(_ruler_label(record), {})
+        of_method[record.config["digest"], record.seed] = result(record, "score")
+    return scores
+
+
+def _in_all(scores: _Scores, by_method: Iterable[_Scores]) -> _Scores:
+    """The scores of the samples that all methods have."""
+    return {sample: score for sample, score in scores.items() if all(sample in others for others in by_method)}
 
 
 def _exact_first(label: str) -> bool:
