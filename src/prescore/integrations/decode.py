@@ -305,7 +305,8 @@ class LayerCache:
             if not torch.equal(keys.valid, position >= start[:, None]):
                 # positions are not those of the clusters
                 return f"{_WITHOUT_INDEX}there is padding after or between real keys"
-        if self._steps is None or self._steps[0] != made_for:
+        starts = [] if start is None else start.tolist()
+        if self._steps is None or self._steps[0] != made_for or self._steps[1].starts != starts:
             scale = float(query.shape[-1] ** -0.5 if options.scale is None else options.scale)
             index = self._index if start is None else None
             self._steps = (made_for, StepAttention(config, scale=scale, start=start, index=index))

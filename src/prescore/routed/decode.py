@@ -59,6 +59,11 @@ class StepAttention:
             checks.integer("start", int(start.min()), minimum=0)
             self._alone = [(first, StepAttention(config, scale=scale)) for first in start.tolist()]
 
+    @property
+    def starts(self) -> list[int]:
+        """The first real token of each sequence where some are padded; empty = all begin at 0."""
+        return [first for first, _ in self._alone]
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
         """Attend for the newest positions, `query [B, Hq, n, D]`, over all keys and values so far."""
         if self._alone:

@@ -559,6 +559,32 @@ def test_steps_follow_an_attention_mask_that_changes(model, change, name):
         assert paths(applied) == {"routed step" if name == "routed" else "step over the selection"}
 
 
+@pytest.mark.parametrize("name", ALL_KEYS)
+def test_steps_after_a_crop_to_padding_alone(model, name):
+    """The first real token is another one, though no mask of earlier tokens has changed."""
+    ids = WHOLE[:1]
+
+    def logits():
+        cache, rows = DynamicCache(config=model.config), []
+        mask = torch.cat((torch.zeros(1, 56, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64)), 1)
+        for n in range(6):
+            begin, end = (0, 60) if n == 0 else (59 + n, 60 + n)
+            if n == 3:
+                cache.crop(50 - cache.get_seq_length())
+                mask = mask[:, :50]
+            mask = mask if n == 0 else torch.nn.functional.pad(mask, (0, 1), value=1)
+            position = (mask.cumsum(1) - 1).clamp_min(0)[:, begin - end :]
+            rows.append(
+                forward(model, ids[:, begin:end], mask, past_key_values=cache, position_ids=position)[:, -1]
+            )
+        return torch.stack(rows)
+
+    wanted = logits()
+    with prescore.apply(model, ALL_KEYS[name]):
+        got = logits()
+    assert (got - wanted).abs().max() < ROUNDING
+
+
 def test_an_evicted_cache_refuses_another_mask_of_earlier_tokens(model):
     with prescore.apply(model, COARSE):
         cache = filled(model, WHOLE[:1, :40], None, evict=True)
