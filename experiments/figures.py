@@ -26,7 +26,7 @@ from prescore.paper import printed
 from prescore.paper import tables as paper
 from prescore.paper.planted.tables import claim_table, recall_settings, recall_table
 from prescore.paper.selections import selection_table, universal_set_table
-from prescore.paper.speed import length_table, scoring_table
+from prescore.paper.speed import length_table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -583,8 +583,16 @@ def long_speeds() -> Table:
 
 @figure
 def scoring() -> Table:
-    """Scorers alone, and their share of exact attention without a causal mask."""
-    return scoring_table(select("speed/scoring", study="scoring"))
+    """Milliseconds of scorers alone, and their share of exact attention without a causal mask."""
+    cells: dict[str, list[str]] = defaultdict(list)
+    records = select("speed/scoring", study="scoring")
+    for record in records:
+        methods = record.results["methods"]
+        for name, own in methods.items():
+            share = "" if name == "exact" else f" ({100 * own['seconds'] / methods['exact']['seconds']:.0f} %)"
+            cells[name].append(f"{1000 * own['seconds']:.0f}{share}")
+    sizes = (f"{record.config['n']:,} x {record.config['dim']}" for record in records)
+    return table(("ms (share of exact)", *sizes), ((name, *row) for name, row in cells.items()))
 
 
 @figure
