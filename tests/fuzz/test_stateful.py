@@ -13,6 +13,7 @@ from breaks import Break
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
+from routed_checks import needs_native
 from tiny_models import VOCABULARY, tiny
 
 import prescore
@@ -32,12 +33,16 @@ CONFIGS = {
 }
 CLOSE = 1e-9
 """Of float64 logits."""
+FAR = Routed(min_weight=1 / 64, cluster_size=16, chunk_size=16, sinks=2, exact_until=16)
+CLOSE_INT8 = 0.1
+"""Of float32 logits, of a size of about 3, where far keys and values have an eighth of a percent of rounding."""
 
 
 class CacheMachine(RuleBasedStateMachine):
     """A cache under pre-scored attention, and an exact model that reads all tokens at every call."""
 
     model = twin = None  # made once
+    close, options = CLOSE, {}
 
     @initialize(
         name=st.sampled_from(sorted(CONFIGS)),
@@ -49,10 +54,15 @@ class CacheMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2**20),
     )
     def begin(self, name, evict, refresh_every, batch, length, padding, seed):
+        self._begin(CONFIGS[name], name, evict, refresh_every, batch, length, padding, seed)
+
+    def _begin(self, config, name, evict, refresh_every, batch, length, padding, seed):
         self.evict = evict and name != "routed"
         plain = self.evict or name == "routed"  # a refresh would do nothing
-        self.cache = PrescoredCache(evict=self.evict, refresh_every=None if plain else refresh_every)
-        self.applied = prescore.apply(self.model, CONFIGS[name])
+        self.cache = PrescoredCache(
+            evict=self.evict, refresh_every=None if plain else refresh_every, **self.options
+        )
+        self.applied = prescore.apply(self.model, config)
         self.generator = torch.Generator().manual_seed(seed)
         self.ids = torch.zeros(batch, 0, dtype=torch.int64)
         self.mask = torch.zeros(batch, 0, dtype=torch.int64)
@@ -74,7 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
         with torch.no_grad():
             found = self.model(ids, attention_mask=mask, past_key_values=self.cache).logits
             expected = self.twin(self.ids, attention_mask=mask, use_cache=False).logits[:, -count:]
-        assert float((found - expected)[real.bool()].abs().max()) <= CLOSE
+        assert float((found - expected)[real.bool()].abs().max()) <= self.close
 
     def _take(self, index):
         self.ids, self.mask = self.ids[index], self.mask[index]
@@ -147,6 +157,27 @@ def cache_machine(tmp_path):
 
 def test_caches_through_any_order_of_operations(machine):
     run_machine(machine, settings=SETTINGS)
+
+
+class Int8CacheMachine(CacheMachine):
+    """A cache with int8 rows, and a model that attends to all tokens at every call by the same configuration."""
+
+    close, options = CLOSE_INT8, {"dtype": torch.int8}
+
+    @initialize(
+        batch=st.integers(1, 3), length=st.integers(40, 90), padding=st.integers(0, 3), seed=st.integers(0, 99)
+    )
+    def begin(self, batch, length, padding, seed):
+        self._begin(FAR, "routed", False, None, batch, length, padding, seed)
+
+
+@needs_native
+def test_caches_with_int8_rows_through_any_order_of_operations(tmp_path):
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 1024, "hidden_size": 64, "head_dim": 16}
+    Int8CacheMachine.model, Int8CacheMachine.twin = (tiny("Llama", **sizes) for _ in range(2))
+    Int8CacheMachine.folder = tmp_path
+    with prescore.apply(Int8CacheMachine.twin, FAR):
+        run_machine(Int8CacheMachine, settings=SETTINGS)
 
 
 SETTINGS_OF_APPLY = {

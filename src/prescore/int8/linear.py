@@ -86,7 +86,7 @@ class Int8Linear(nn.Linear):
             raise Unsupported("gradients through int8 weights", ["their products are rounded"])
         # an operator of torch: native code never meets a fake, traced, negated or zero tensor
         rows, bias = input.reshape(-1, self.in_features), None if self.bias is None else self.bias.detach()
-        output: Tensor = torch.ops.prescore.int8_linear(rows, self.numbers, self.scale, bias, self.out_features)
+        output: Tensor = _OPERATOR(rows, self.numbers, self.scale, bias, self.out_features)
         return output.view(*input.shape[:-1], self.out_features)
 
     # --- the weight, as others see it
@@ -298,3 +298,4 @@ def _shapes(input: Tensor, numbers: Tensor, scale: Tensor, bias: Tensor | None, 
 _LIBRARY.define("int8_linear(Tensor input, Tensor numbers, Tensor scale, Tensor? bias, int n_out) -> Tensor")
 _LIBRARY.impl("int8_linear", _int8_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("prescore::int8_linear", _shapes, lib=_LIBRARY)
+_OPERATOR = torch.ops.prescore.int8_linear.default

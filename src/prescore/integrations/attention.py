@@ -84,6 +84,7 @@ def _original(
 ) -> Tensor:
     if context.cache is not None:
         context.cache.require_all_keys()
+        key, value = context.cache.all_keys(key, value)
     if context.original is not None:
         return context.original(query, key, value)
     form = form or context.form(query, key)
@@ -161,6 +162,7 @@ class PrescoredAttention:
                 index = None if context.cache is None else context.cache.prompt_index(keys, config, options)
                 result = prescored_under_mask(query, key, value, form, config, options._replace(key_index=index))
             if result is None:
+                key, value = (key, value) if context.cache is None else context.cache.all_keys(key, value)
                 output = exact_under_mask(query, key, value, form, scale=context.scale, dropout=context.dropout)
             else:
                 output, why_exact = result.output, result.why_exact
@@ -169,6 +171,8 @@ class PrescoredAttention:
         seconds = time.perf_counter() - begin
         count_reads, stats = (None, {}) if result is None else (result.count_reads, result.stats)
         counter = partial(_count, form, n_query, count_reads)
+        if self._audit is not None and context.cache is not None:
+            key, value = context.cache.all_keys(key, value)
         errors = Errors() if self._audit is None else self._errors(query, key, value, output, form, context)
         self.last = CallTrace(path, ran, form.kind, n_query, form.n_keys, seconds, counter, stats, errors)
         self.trace.add(self.last)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,10 +22,12 @@ from prescore.config import Config, Coupling, Exact, Hyper, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.ops.operators import accumulation_dtype, pick_operator
 from prescore.rng import Streams, as_streams
+from prescore.routed import native
 from prescore.routed.backends import auto_config, build_index
 from prescore.routed.decode import StepAttention
 from prescore.routed.index import GrowingIndex
-from prescore.routed.layout import why_exact
+from prescore.routed.int8_rows import from_int8_rows, to_int8_rows
+from prescore.routed.layout import make_layout, why_exact
 from prescore.selected.plan import make_plan
 from prescore.types import Reads, Result
 
@@ -94,6 +96,8 @@ class LayerCache:
         no_index: Why the key index of a `Routed` is not kept; empty = it is, as all changes of the keys go through
             this object.
         warned: Warnings already given; layers that share the set warn once.
+        dtype: `torch.int8`: keys and values behind the local keys of a `Routed` become int8 rows, where native
+            steps can read them; None = all stay in the model's dtype.
 
     Attributes:
         n_tokens: Tokens so far, those evicted included.
@@ -112,8 +116,10 @@ class LayerCache:
         refresh_every: int | None = None,
         no_index: str = "",
         warned: set[str] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.evict = evict
+        self.dtype = dtype
         self.refresh_every = refresh_every
         self.no_index = no_index
         self._warned = set() if warned is None else warned
@@ -157,6 +163,28 @@ class LayerCache:
         elif not self.evicted:
             self.buffer = KVBuffer(key, value)
 
+    def settle(self) -> None:
+        """After a call: what no later query reads as a local key becomes int8 rows, where they are asked for."""
+        config = None if self.chosen_by is None else self.chosen_by[0]
+        if self.dtype is None or self.buffer is None or not isinstance(config, Routed):
+            return
+        layout, (key, value) = make_layout(1, self.n_tokens, causal=True, config=config), self.buffer.recent
+        if native.can_run(key, value.shape[-1], layout.cluster_size):
+            # in a padded batch, local keys may begin up to a chunk earlier
+            self.buffer.pack(layout.far_end - (0 if self.valid is None else layout.chunk_size))
+
+    def reads_int8_rows(self) -> bool:
+        """Whether the next call, a step of one query, can read int8 rows: such a call needs new keys alone."""
+        if self.buffer is None or not self.buffer.n_int8 or self._steps is None or self.valid is not None:
+            return False
+        return self._steps[1].reads_int8_rows(self.n_tokens, self.buffer.n_int8)
+
+    def all_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values, where a call was given new ones alone because steps can read int8 rows."""
+        if self.buffer is None or key.shape[2] >= self.n_tokens:
+            return key, value
+        return self.buffer.key, self.buffer.value
+
     def step(self, query: Tensor, keys: CachedKeys, config: Config, options: Options) -> Step:
         """Answer the newest queries `[B, Hq, Nq, D]`, or say how to answer them.
 
@@ -164,6 +192,11 @@ class LayerCache:
         """
         n_query = query.shape[2]
         n_earlier = keys.n_keys - n_query
+        result = self._int8_step(query, keys, config, options)
+        if result is not None:
+            return Step(OVER_CLUSTERS, result)
+        all_keys = self.all_keys(keys.key, keys.value)
+        keys = keys._replace(key=all_keys[0], value=all_keys[1])
         if self.selection is not None:
             n_earlier = min(n_earlier, self.selection.n_selected_from + self.selection.n_since)
         if _masks_differ(self.valid, keys.valid, n_earlier):  # the selection and the key index are of other keys
@@ -279,6 +312,19 @@ class LayerCache:
         if self.evict:
             self.buffer = None
         return self.selection
+
+    def _int8_step(self, query: Tensor, keys: CachedKeys, config: Config, options: Options) -> Result | None:
+        """The answer to a step that reads int8 rows; None = it needs all keys, in the model's dtype."""
+        same = self._steps is not None and self._steps[0] == (config, options.backend, options.scale)
+        if keys.key.shape[2] >= keys.n_keys or not same or keys.valid is not None or not self.reads_int8_rows():
+            return None
+        if self._steps is None or self.buffer is None or options.dropout_p or records_gradients(query):
+            return None
+        steps = self._steps[1]
+        with without_autocast(query, *self.buffer.recent) as (query, key, value):
+            attended = steps.attend_int8_rows(query, key, value, self.buffer.int8_rows)
+        reads = steps.reads
+        return Result(*attended, lambda: reads, steps.stats)
 
     def _routed_steps(
         self, query: Tensor, keys: CachedKeys, config: Routed, options: Options
@@ -547,26 +593,41 @@ class KVBuffer:
 
     They lie in larger tensors, so that appending writes new positions only. When gradients are recorded, or the
     room is used up, everything is copied once. The bias keeps its own dtype: it holds logs of counts, which half
-    precision would round by percents.
+    precision would round by percents. The first keys and values may be int8 rows.
 
     Attributes:
         length: Positions in use.
+        n_int8: How many of them, the first ones, are int8 rows.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, key: Tensor, value: Tensor, bias: Tensor | None = None, *, int8_rows: Sequence[Tensor] = ()
+    ) -> None:
         self._tables = [key, value] if bias is None else [key, value, bias[..., None]]
         self._owned = False  # the caller's tensors are never written to
-        self.length = key.shape[2]
+        self._rows = list(int8_rows)
+        self.n_int8 = self._rows[0].shape[2] if self._rows else 0
+        self.length = self.n_int8 + key.shape[2]
 
     @property
     def key(self) -> Tensor:
-        """The keys in use, a view."""
-        return self._tables[0][:, :, : self.length]
+        """The keys in use: a view, or a copy where some are int8 rows."""
+        return self._all(0)
 
     @property
     def value(self) -> Tensor:
-        """The values in use, a view."""
-        return self._tables[1][:, :, : self.length]
+        """The values in use: a view, or a copy where some are int8 rows."""
+        return self._all(1)
+
+    @property
+    def recent(self) -> tuple[Tensor, Tensor]:
+        """Keys and values that are not int8 rows, views."""
+        return self._in_use(0), self._in_use(1)
+
+    @property
+    def int8_rows(self) -> tuple[Tensor, Tensor]:
+        """The first keys and values as int8 rows, views."""
+        return self._rows[0][:, :, : self.n_int8], self._rows[1][:, :, : self.n_int8]
 
     @property
     def bias(self) -> Tensor | None:
@@ -576,7 +637,7 @@ class KVBuffer:
     @property
     def n_bytes(self) -> int:
         """Memory held, the room for later positions included."""
-        return sum(table.numel() * table.element_size() for table in self._tables)
+        return sum(table.numel() * table.element_size() for table in (*self._tables, *self._rows))
 
     def append(self, key: Tensor, value: Tensor, bias: Tensor | None = None) -> None:
         """Add positions at the end; `bias` is 0 where none is given."""
@@ -586,27 +647,61 @@ class KVBuffer:
         if len(self._tables) > 2:
             more = torch.zeros_like(key[..., :1]) if bias is None else bias[..., None]
             new.append(more.to(self._tables[2].dtype))
-        start, self.length = self.length, self.length + key.shape[2]
+        start, self.length = self.length - self.n_int8, self.length + key.shape[2]
+        stop = self.length - self.n_int8
         if records_gradients(*new, *self._tables):
             self._tables = [
                 torch.cat((table[:, :, :start], more), dim=2)
                 for table, more in zip(self._tables, new, strict=True)
             ]
             return
-        if not self._owned or self.length > self._tables[0].shape[2]:
-            size, self._owned = self.length + max(_MIN_ROOM, self.length // 8), True
-            for number, table in enumerate(self._tables):
-                self._tables[number] = table.new_empty(*table.shape[:2], size, table.shape[3])
-                self._tables[number][:, :, :start] = table[:, :, :start]
+        if not self._owned or stop > self._tables[0].shape[2]:
+            self._owned = True
+            self._tables = [_roomy(table[:, :, :start], stop) for table in self._tables]
         for table, more in zip(self._tables, new, strict=True):
-            table[:, :, start : self.length] = more
+            table[:, :, start:stop] = more
+
+    def pack(self, stop: int) -> None:
+        """Let the positions before `stop` be int8 rows; those that are stay so."""
+        n_new = min(stop, self.length) - self.n_int8
+        if n_new <= 0 or len(self._tables) > 2 or records_gradients(*self._tables):
+            return
+        new = [to_int8_rows(table[:, :, :n_new]) for table in self._tables]
+        if not self._rows or self.n_int8 + n_new > self._rows[0].shape[2]:
+            held = self.int8_rows if self._rows else [rows[:, :, :0] for rows in new]
+            self._rows = [_roomy(rows, self.n_int8 + n_new) for rows in held]
+        for rows, more in zip(self._rows, new, strict=True):
+            rows[:, :, self.n_int8 : self.n_int8 + n_new] = more
+        left = self.length - self.n_int8
+        self._tables = [_roomy(table[:, :, n_new:left], left - n_new) for table in self._tables]
+        self._owned, self.n_int8 = True, self.n_int8 + n_new
 
     def crop(self, length: int) -> None:
         """Forget the positions from `length` on."""
         self.length = min(self.length, length)
+        self.n_int8 = min(self.n_int8, self.length)
 
     def take(self, sequences: Tensor) -> None:
         """Keep these sequences of the batch, in this order; only positions in use are copied."""
         sequences = sequences.to(self._tables[0].device)
-        self._tables = [table[:, :, : self.length].index_select(0, sequences) for table in self._tables]
+        self._tables = [
+            table[:, :, : self.length - self.n_int8].index_select(0, sequences) for table in self._tables
+        ]
+        self._rows = [rows[:, :, : self.n_int8].index_select(0, sequences) for rows in self._rows]
         self._owned = True
+
+    def _in_use(self, number: int) -> Tensor:
+        return self._tables[number][:, :, : self.length - self.n_int8]
+
+    def _all(self, number: int) -> Tensor:
+        recent = self._in_use(number)
+        if not self.n_int8:
+            return recent
+        return torch.cat((from_int8_rows(self.int8_rows[number], recent.shape[-1], recent.dtype), recent), dim=2)
+
+
+def _roomy(table: Tensor, n_used: int) -> Tensor:
+    """A copy of `[B, H, n, D]` with room for later positions behind the `n_used` that will be used now."""
+    room = table.new_empty(*table.shape[:2], n_used + max(_MIN_ROOM, n_used // 8), table.shape[3])
+    room[:, :, : table.shape[2]] = table
+    return room

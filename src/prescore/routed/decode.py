@@ -92,6 +92,28 @@ class StepAttention:
             steps.append(self._step(query[:, :, number : number + 1], key[:, :, :stop], value[:, :, :stop], scale))
         return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*steps, strict=True)))
 
+    def reads_int8_rows(self, n_keys: int, n_rows: int) -> bool:
+        """Whether a step with `n_keys` keys reads the first `n_rows` as far keys, and all others as local ones."""
+        layout = make_layout(1, n_keys, causal=True, config=self._config)
+        if self._prepared is None or self._kind[-1:] != (loaded_level(),) or not layout.n_chunks:
+            return False
+        n_clusters = layout.n_chunks * layout.clusters_per_chunk
+        return layout.far_end == n_rows and self._index.holds(self._prepared[0], n_clusters)
+
+    def attend_int8_rows(self, query: Tensor, key: Tensor, value: Tensor, far: tuple[Tensor, Tensor]) -> Attended:
+        """A step of one query over local keys and values, and int8 rows before them, where `reads_int8_rows`."""
+        n_rows, shape = far[0].shape[2], query.shape[:3]
+        layout = make_layout(1, n_rows + key.shape[2], causal=True, config=self._config)
+        if self._prepared is None or not self.reads_int8_rows(layout.n_keys, n_rows):
+            raise ValueError(f"far rows must be those before the local keys, got {n_rows} of {layout.n_keys}")
+        query, _ = with_positive_scale(query, self._scale)
+        by_head = readable(query).reshape(-1, query.shape[1] // key.shape[1], 1, query.shape[-1])
+        n_clusters = layout.n_chunks * layout.clusters_per_chunk
+        attended, n_read = self._prepared[1].attend(by_head, key, value, n_clusters, n_rows, far)
+        self.stats = {"backend": "native", "native_level": loaded_level()}
+        self.reads = Reads(layout.sinks + key.shape[2] + n_read, float(n_clusters))
+        return Attended(attended.output.reshape(*shape, -1), attended.lse.reshape(shape))
+
     def crop(self, n_keys: int) -> None:
         """Drop the key index if a chunk in it loses keys; the next step builds it again."""
         self._index.crop(n_keys)
@@ -162,7 +184,7 @@ class StepAttention:
         index = self._index.extend(key, value, layout, backend)
         n_behind = index.positions.shape[1] // layout.clusters_per_chunk - layout.n_chunks
         n_clusters = layout.n_chunks * layout.clusters_per_chunk
-        local_start = layout.sinks + layout.n_chunks * layout.chunk_size
+        local_start = layout.far_end
         if self._prepared is not None and self._prepared[0] is index and backend == "native" and not n_behind:
             return self._prepared[1].attend(query, key, value, n_clusters, local_start)
         seen = index.under(index.key_cov.shape[1] - 1 - n_behind)  # behind: a step was taken back

@@ -141,6 +141,10 @@ class GrowingIndex:
                 return self._index
         return index
 
+    def holds(self, index: KeyIndex, n_clusters: int) -> bool:
+        """Whether this is the key index of so many clusters."""
+        return self._index is index and index.positions.shape[1] == n_clusters
+
     def crop(self, n_keys: int) -> None:
         """Forget everything if a chunk loses keys; the next call builds it again."""
         if n_keys < self._end:

@@ -66,6 +66,11 @@ class Layout:
         return max(0, min(end - self.first, self.n_query))
 
     @property
+    def far_end(self) -> int:
+        """Causal: where the local keys of the last query begin."""
+        return self.sinks + self.n_chunks * self.chunk_size if self.n_chunks else 0
+
+    @property
     def fewest_chunks(self) -> int:
         """Causal: how many chunks the first query sees that sees any."""
         return (self.first + self.n_exact - self.sinks) // self.chunk_size - 1

@@ -102,8 +102,8 @@ def prescored_attention_forward(
         original = partial(_eager_attention, module, context, features, weights)
         context = dataclasses.replace(context, original=original)
     output = attention_of(patch)(query, key, value, context)
-    if layer is not None and layer.cache.evicted:
-        layer.show()  # so that the layer does not keep evicted keys alive
+    if layer is not None:
+        layer.settle()
     return output.transpose(1, 2).contiguous(), weights[0] if weights else None
 
 

@@ -27,6 +27,7 @@ from prescore.errors import Unsupported
 from prescore.integrations.decode import KVBuffer, LayerCache, SelectionState, keeps_selection
 from prescore.ops.operators import accumulation_dtype
 from prescore.rng import Streams
+from prescore.routed.int8_rows import row_size
 from prescore.types import Values
 
 NAME = "prescored"
@@ -49,6 +50,10 @@ class PrescoredCache(DynamicCache):
         evict: Free the unselected keys and values when the selection is made. The selection is then final: a
             further chunk of the prompt is refused, and so is a crop to fewer tokens than it was made from.
         refresh_every: Select again after so many tokens; None = keep the selection. Not together with `evict`.
+        dtype: `torch.int8` keeps keys and values behind the local keys of a `Routed` as int8 numbers, with a unit
+            for each 32 of them: half the memory of bfloat16. Layers that read every key, sliding windows, and
+            whatever native code cannot step over keep the model's dtype; `report` says how many keys are int8.
+            None = all in the model's dtype.
 
     Example:
         >>> cache = PrescoredCache(model.config)
@@ -57,8 +62,17 @@ class PrescoredCache(DynamicCache):
         >>> cache.save("prompt.safetensors")
     """
 
-    def __init__(self, config: Any = None, *, evict: bool = False, refresh_every: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        evict: bool = False,
+        refresh_every: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         checks.boolean("evict", evict)
+        if dtype not in (None, torch.int8):
+            raise ValueError(f"dtype must be torch.int8 or None, got {dtype!r}")
         if refresh_every is not None:
             checks.integer("refresh_every", refresh_every, minimum=1)
         if evict and refresh_every is not None:
@@ -70,7 +84,8 @@ class PrescoredCache(DynamicCache):
         super().__init__(config=config)
         self.evict = evict
         self.refresh_every = refresh_every
-        upgrade(self, {"evict": evict, "refresh_every": refresh_every})
+        self.dtype = dtype
+        upgrade(self, {"evict": evict, "refresh_every": refresh_every, "dtype": dtype})
 
     def select(self) -> None:
         """Make all selections now, among the prompt's keys, instead of at the first step."""
@@ -89,6 +104,7 @@ class PrescoredCache(DynamicCache):
         tensors: dict[str, Tensor] = {}
         layers = [_save_layer(layer, f"{number}.", tensors) for number, layer in enumerate(self.layers)]
         facts = {"format": _FORMAT, "evict": self.evict, "refresh_every": self.refresh_every, "layers": layers}
+        facts["int8"] = self.dtype is not None
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         # written next to the target and renamed, so that a crash leaves the old file, or none
         path = Path(path)
@@ -107,6 +123,8 @@ class PrescoredCache(DynamicCache):
         try:
             facts, tensors = _read_file(str(path), device)
             settings = {name: facts[name] for name in ("evict", "refresh_every")}
+            checks.boolean("int8", facts["int8"])
+            settings["dtype"] = torch.int8 if facts["int8"] else None
             cache = cls(**settings)
             cache.layers = [
                 _load_layer(entry, f"{number}.", tensors, settings) for number, entry in enumerate(facts["layers"])
@@ -153,9 +171,13 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.lazy_initialization(key_states, value_states)
         self.cache.append(key_states, value_states)
         self.show()
-        if self.cache.evicted:
+        is_step = expected and key_states.shape[2] == 1
+        if self.cache.evicted or (is_step and self.cache.reads_int8_rows()):
             self._new_keys, self._new_values = key_states, value_states
             return key_states, value_states
+        if self.cache.buffer is not None and self.cache.buffer.n_int8:
+            self._new_keys, self._new_values = self.cache.buffer.key, self.cache.buffer.value
+            return self._new_keys, self._new_values
         if self.keys is None or self.values is None:
             raise RuntimeError("a cache layer must hold keys after an update, got none")
         return self.keys, self.values
@@ -165,10 +187,19 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return (key is self.keys and value is self.values) or (key is self._new_keys and value is self._new_values)
 
     def show(self) -> None:
-        """Let `keys` and `values`, which other code reads, be what is held now."""
+        """Let `keys` and `values`, which other code reads, be what is held now, but for int8 rows."""
         held = self.cache.held
         if held is not None:
-            self.keys, self.values = held.key, held.value
+            self.keys, self.values = held.recent
+
+    def settle(self) -> None:
+        """After attention: let no keys live on that the cache does not hold."""
+        self.cache.settle()
+        buffer = self.cache.buffer
+        if self.cache.evicted or (buffer is not None and buffer.n_int8):
+            self.show()
+            if buffer is not None and self._new_keys is not None and self._new_keys.shape[2] == buffer.length:
+                self._new_keys = self._new_values = None
 
     def get_seq_length(self) -> int:
         """Tokens so far, those evicted included."""
@@ -348,6 +379,8 @@ def cache_report(cache: Cache) -> Values:
         n_bytes = n_exact = layer.keys.shape[2] * token_bytes
         if isinstance(layer, PrescoredLayer):
             n_bytes, n_exact = layer.cache.n_bytes, entry["tokens"] * token_bytes
+            if layer.cache.dtype is not None:
+                entry["int8"] = 0 if layer.cache.buffer is None else layer.cache.buffer.n_int8
             selection = layer.cache.selection
             if selection is not None:
                 entry["selected_from"] = selection.n_selected_from
@@ -471,7 +504,9 @@ def _check_selection(selection: SelectionState, buffer: KVBuffer | None, n_token
 
 
 def _save_buffer(buffer: KVBuffer, prefix: str, tensors: dict[str, Tensor]) -> None:
-    tensors[f"{prefix}key"], tensors[f"{prefix}value"] = buffer.key, buffer.value
+    tensors[f"{prefix}key"], tensors[f"{prefix}value"] = buffer.recent
+    if buffer.n_int8:
+        tensors[f"{prefix}int8_key"], tensors[f"{prefix}int8_value"] = buffer.int8_rows
     if buffer.bias is not None:
         tensors[f"{prefix}bias"] = buffer.bias
 
@@ -485,4 +520,11 @@ def _load_buffer(prefix: str, tensors: dict[str, Tensor]) -> KVBuffer | None:
     is_whole = key.ndim == value.ndim == 4 and key.shape[:3] == value.shape[:3] and key.dtype == value.dtype
     is_whole = is_whole and key.is_floating_point() and (bias is None or bias.shape == key.shape[:3])
     _require(is_whole, f"the tensors {prefix}key, value and bias do not belong together")
-    return KVBuffer(key, value, bias)
+    rows = [tensors.pop(f"{prefix}int8_{name}", key[..., :0]) for name in ("key", "value")]
+    if all(part.dtype == key.dtype for part in rows):
+        return KVBuffer(key, value, bias)
+    for part, table in zip(rows, (key, value), strict=True):
+        wanted = (*table.shape[:2], rows[0].shape[2], row_size(table.shape[3]))
+        is_one = part.dtype == torch.uint8 and tuple(part.shape) == wanted and bias is None
+        _require(is_one, f"the int8 rows of {prefix}key and value do not belong to them")
+    return KVBuffer(key, value, int8_rows=rows)

@@ -17,6 +17,7 @@ from prescore.autograd import records_gradients
 from prescore.config import Routed
 from prescore.ops.operators import readable
 from prescore.routed.index import KeyIndex
+from prescore.routed.int8_rows import row_size
 from prescore.routed.layout import Layout, View, make_layout
 from prescore.routed.native import library
 from prescore.routed.native.library import Expected, call_library, check_tensors, empty
@@ -44,6 +45,7 @@ STEP_QUERIES = 16
 KEY_ZERO = 64
 """What 0 is stored as: native code has keys without sign."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ROW_TYPES = {**TYPES, torch.uint8: 3}
 _POINTER, _SIZE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _PARTS = 4
 """Sums of gradients that are kept apart, for as many threads; a constant, so that results depend on no machine."""
@@ -89,7 +91,7 @@ class Rows(ctypes.Structure):
     """Queries, keys or values where they lie, as `Rows` in routed.h."""
 
     starts: ctypes.Array[ctypes.c_int64]
-    _fields_ = (("data", _POINTER), ("at", _POINTER), ("step", _SIZE), ("type", _SIZE))
+    _fields_ = (("data", _POINTER), ("at", _POINTER), ("step", _SIZE), ("type", _SIZE), ("dim", _SIZE))
 
 
 _ARRAYS = (
@@ -124,7 +126,7 @@ class RoutedCall(ctypes.Structure):
     last_position: int
     rows: list[Rows]
     _fields_ = (
-        *((name, Rows) for name in ("query", "key", "value")),
+        *((name, Rows) for name in ("query", "key", "value", "far_key", "far_value")),
         *((name, _POINTER) for name in ("visible", "local_start", "local_stop", *_ARRAYS)),
         *((name, _SIZE) for name in (*_SIZES, "n_clusters", "n_covs", "clusters_per_cov")),
         *((name, _REAL) for name in _NUMBERS),
@@ -190,7 +192,7 @@ def rows_of(tensor: Tensor) -> Rows:
     if len(shape) == 4:
         starts = [start + head * strides[1] for start in starts for head in range(shape[1])]
     array = (_SIZE * len(starts))(*starts)
-    rows = Rows(tensor.data_ptr(), ctypes.addressof(array), strides[-2], TYPES[tensor.dtype])
+    rows = Rows(tensor.data_ptr(), ctypes.addressof(array), strides[-2], _ROW_TYPES[tensor.dtype], shape[-1])
     rows.starts = array  # lives as long as what points to it
     return rows
 
@@ -340,8 +342,10 @@ def _arrays(index: KeyIndex) -> tuple[dict[str, Tensor], int]:
     return arrays, sink_columns
 
 
-def _check_call(call: RoutedCall, query: Tensor, key: Tensor, value: Tensor, most_clusters: int) -> None:
-    """Refuse queries `[T, G, n, D]`, keys and values that do not belong to the key index of a call."""
+def _check_call(
+    call: RoutedCall, query: Tensor, key: Tensor, value: Tensor, most_clusters: int, n_before: int = 0
+) -> None:
+    """Refuse queries `[T, G, n, D]`, keys and values, behind `n_before` others, that do not fit a key index."""
     n_heads, heads_per_kv, _, dim = query.shape
     check_rows("query", query, n_heads * heads_per_kv)
     _check_keys(key, value, n_heads, call.cluster_size)
@@ -349,8 +353,9 @@ def _check_call(call: RoutedCall, query: Tensor, key: Tensor, value: Tensor, mos
     if sizes != (n_heads, dim, key.shape[-1], value.shape[-1]):
         wanted = (n_heads, dim, key.shape[-1], value.shape[-1])
         raise ValueError(f"the key index must fit queries, keys and values of sizes {wanted}, got {sizes}")
-    if call.last_position >= key.shape[-2]:
-        raise ValueError(f"the key index must be of {key.shape[-2]} keys, got position {call.last_position}")
+    n_keys = n_before + key.shape[-2]
+    if call.last_position >= n_keys:
+        raise ValueError(f"the key index must be of {n_keys} keys, got position {call.last_position}")
     if most_clusters > call.n_clusters:
         raise ValueError(f"visible clusters must be at most {call.n_clusters}, got {most_clusters}")
 
@@ -401,6 +406,7 @@ def routed_call(
         raise ValueError(f"local keys must lie within {n_keys} keys, got {begin} to {end}")
     call.rows = [rows_of(t) for t in inputs]
     call.query, call.key, call.value = call.rows
+    call.far_key, call.far_value = call.key, call.value
     for field, tensor in (*seen.items(), *results.items()):
         setattr(call, field, tensor.data_ptr())
     call.n_query, call.length = heads_per_kv * length, length
@@ -658,36 +664,62 @@ class PreparedStep:
         self._rows: dict[str, tuple[tuple[object, ...], Rows]] = {}
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, n_clusters: int, local_start: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        n_clusters: int,
+        local_start: int,
+        far: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Attended, float]:
         """One query `[T, G, 1, D]` over keys and values `[B, Hkv, N, D]`, the newest being its own.
+
+        Args:
+            query: The query.
+            key: All keys, or the local ones where there are `far` rows.
+            value: The values of these keys.
+            n_clusters: Clusters that are visible.
+            local_start: Where the local keys begin.
+            far: The keys and values before `local_start` as int8 rows (see `prescore.routed.int8_rows`).
 
         Returns:
             The result, and the far keys read by a query on average.
         """
         n_heads, heads_per_kv, length, _ = query.shape
-        _check_call(self._call, query, key, value, n_clusters)
-        n_keys, value_dim = key.shape[2], value.shape[-1]
-        if length != 1 or n_clusters < 1 or self._call.n_covs != 1 or not 0 <= local_start <= n_keys:
+        n_far = 0 if far is None else far[0].shape[2]
+        _check_call(self._call, query, key, value, n_clusters, n_far)
+        n_keys, value_dim = n_far + key.shape[2], value.shape[-1]
+        if length != 1 or n_clusters < 1 or self._call.n_covs != 1 or not n_far <= local_start <= n_keys:
             raise ValueError(
                 "a step must be one query that sees some clusters under one covariance, "
                 f"got {length} queries, {n_clusters} clusters and local keys from {local_start} of {n_keys}"
             )
+        for name, rows, local in zip(("key", "value"), far or (), (key, value), strict=False):
+            wanted = (*local.shape[:2], n_far, row_size(local.shape[-1]))
+            if rows.shape != wanted or rows.dtype != torch.uint8 or rows.stride(-1) != 1:
+                raise ValueError(f"far {name} must be uint8 {wanted}, got {rows.dtype} {tuple(rows.shape)}")
+            if rows.device.type != "cpu" or self._call.last_position >= n_far:
+                raise ValueError(f"far {name} must hold position {self._call.last_position}, got {n_far} rows")
         output, lse, threshold = (
             empty(n_heads, heads_per_kv, 1, value_dim),
             empty(n_heads, heads_per_kv, 1),
             empty(n_heads, heads_per_kv, 1),
         )
-        for array, number in ((self._visible, n_clusters), (self._start, local_start), (self._stop, n_keys)):
+        bounds = ((self._visible, n_clusters), (self._start, local_start - n_far), (self._stop, n_keys - n_far))
+        for array, number in bounds:
             array[:] = [number] * n_heads
         self._counts[:] = [0, 0]
         call, self._call.n_query = self._call, heads_per_kv
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
+        far = (key, value) if far is None else far
+        rows_by_name = {"query": query, "key": key, "value": value, "far_key": far[0], "far_value": far[1]}
+        for name, tensor in rows_by_name.items():
             made_for = (tensor.shape[:-2], tensor.stride(), tensor.dtype)
             known = self._rows.get(name)
             if known is None or known[0] != made_for:
                 known = self._rows[name] = (made_for, rows_of(tensor))
             known[1].data = tensor.data_ptr()
+            if name.startswith("far"):
+                known[1].dim = call.dim if name == "far_key" else value_dim
             setattr(call, name, known[1])
         call.output, call.lse, call.threshold = output.data_ptr(), lse.data_ptr(), threshold.data_ptr()
         call_library("prescore_routed_forward", call)

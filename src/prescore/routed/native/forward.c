@@ -111,8 +111,8 @@ static void prefetch_hits(const RoutedCall *p, const Tile *w, int64_t t) {
     const float least = w->threshold[t] + p->exact_margin;
     for (int64_t i = 0; i < AHEAD && i < w->n_hits[t]; i++) {
         const int64_t row = w->hits[t * MAX_HITS + i];
-        prefetch_row(&p->value, row_offset(&p->value, w->kv_head, row), p->value_dim);
-        if (w->hit_logits[t * MAX_HITS + i] >= least) prefetch_row(&p->key, row_offset(&p->key, w->kv_head, row), p->dim);
+        prefetch_row(&p->far_value, row_offset(&p->far_value, w->kv_head, row), p->value_dim);
+        if (w->hit_logits[t * MAX_HITS + i] >= least) prefetch_row(&p->far_key, row_offset(&p->far_key, w->kv_head, row), p->dim);
     }
 }
 
@@ -134,11 +134,11 @@ float prescore_exact_logits(const RoutedCall *p, Tile *w, int64_t t) {
             n++;
         }
 #if defined(__AVX512BF16__)
-    if (half_products(p))
-        half_dots(exact, &p->key, w->kv_head, rows, n, w->pairs + t * p->dim / 2, p->dim, p->scale);
+    if (half_products(p) && p->far_key.type == BFLOAT16)
+        half_dots(exact, &p->far_key, w->kv_head, rows, n, w->pairs + t * p->dim / 2, p->dim, p->scale);
     else
 #endif
-        row_dots(exact, &p->key, w->kv_head, rows, n, w->query + t * p->dim, p->dim);
+        row_dots(exact, &p->far_key, w->kv_head, rows, n, w->query + t * p->dim, p->dim);
     for (int32_t i = 0; i < n; i++) own[places[i]] = exact[i];
     top = splat(-INFINITY); /* an int8 logit may lie far above the exact one that replaced it */
     for (int64_t i = 0; i < filled; i += WIDTH) top = larger(top, load(own + i));
@@ -165,12 +165,12 @@ static void read_hits(const RoutedCall *p, Tile *w, int64_t t) {
     }
     w->mass[t] += total(mass);
 #if defined(__AVX512BF16__)
-    if (half_products(p)) {
-        add_half_rows(sums, &p->value, w->kv_head, rows, own, hits, wide);
+    if (half_products(p) && p->far_value.type == BFLOAT16) {
+        add_half_rows(sums, &p->far_value, w->kv_head, rows, own, hits, wide);
         return;
     }
 #endif
-    add_rows(sums, &p->value, w->kv_head, rows, own, hits, wide);
+    add_rows(sums, &p->far_value, w->kv_head, rows, own, hits, wide);
 }
 
 /* Find far keys, some clusters at a time, and read them for all queries of the tile while they are in cache. */

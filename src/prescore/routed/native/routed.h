@@ -18,13 +18,17 @@
 #define MIN_STD 1e-3f /* bounds on the standard deviation of logits within clusters */
 #define MAX_STD 1e15f
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+#define UNIT_NUMBERS 32 /* int8 numbers of a row that share a unit */
 
-/* Queries, keys or values where they lie: the rows of a head begin `at[head]` numbers after `data`. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 };
+
+/* Queries, keys or values where they lie: the rows of a head begin `at[head]` numbers after `data`. A row of int8 numbers ends with
+ * what 1 stands for in each UNIT_NUMBERS of them, as bfloat16. */
 typedef struct {
     const void *data;
     const int64_t *at;
     int64_t step, type; /* numbers between rows, one of the types above */
+    int64_t dim;        /* int8 numbers of a row, before its units */
 } Rows;
 
 /* Must equal `RoutedCall` in routed/native/__init__.py. A KV head has `n_query` queries, `length` of each of its query heads, one
@@ -33,6 +37,7 @@ typedef struct {
 typedef struct {
     Rows query; /* [kv_heads * query heads of each], `length` rows */
     Rows key, value;
+    Rows far_key, far_value; /* that a search finds: the same, or int8 rows before them, where `key` begins with local ones */
     const int32_t *visible;                  /* [kv_heads, length]: clusters that a query sees */
     const int32_t *local_start, *local_stop; /* [kv_heads, length]: its local keys; NULL = read elsewhere */
     const float *columns;                    /* [kv_heads, n_columns / 16, dim, 16]: keys, sixteen side by side */
@@ -127,8 +132,23 @@ INLINE int64_t next_tile(const RoutedCall *p, Tile *w, int64_t kv_head, int64_t 
 
 INLINE int64_t row_offset(const Rows *r, int64_t kv_head, int64_t row) { return r->at[kv_head] + row * r->step; }
 
+INLINE float unit_of(uint16_t half) {
+    const uint32_t raw = (uint32_t)half << 16;
+    float unit;
+    memcpy(&unit, &raw, sizeof unit);
+    return unit;
+}
+
 INLINE floats load_row(const Rows *r, int64_t offset, int64_t i) {
     if (r->type == FLOAT32) return load((const float *)r->data + offset + i);
+    if (r->type == INT8) {
+        const int8_t *row = (const int8_t *)r->data + offset;
+        uint16_t unit;
+        bytes numbers;
+        memcpy(&unit, row + r->dim + i / UNIT_NUMBERS * 2, sizeof unit);
+        memcpy(&numbers, row + i, sizeof numbers);
+        return __builtin_convertvector(__builtin_convertvector(numbers, ints), floats) * splat(unit_of(unit));
+    }
     const uint16_t *from = (const uint16_t *)r->data + offset + i;
     return r->type == BFLOAT16 ? from_bfloat16(from) : from_float16(from);
 }
@@ -158,7 +178,7 @@ INLINE void totals(const floats *v, float *to) {
 }
 INLINE void row_dots_of_type(float *to, const Rows *r, int64_t type, int64_t kv_head, const int32_t *rows, int64_t n,
                              const float *with, int64_t dim) {
-    const Rows own = {r->data, r->at, r->step, type};
+    const Rows own = {r->data, r->at, r->step, type, r->dim};
     for (int64_t i = 0; i < n; i += 4) {
         int64_t at[4];
         floats sum[4];
@@ -180,6 +200,8 @@ INLINE void row_dots(float *to, const Rows *r, int64_t kv_head, const int32_t *r
         row_dots_of_type(to, r, FLOAT32, kv_head, rows, n, with, dim);
     else if (r->type == FLOAT16)
         row_dots_of_type(to, r, FLOAT16, kv_head, rows, n, with, dim);
+    else if (r->type == INT8)
+        row_dots_of_type(to, r, INT8, kv_head, rows, n, with, dim);
     else
         row_dots_of_type(to, r, BFLOAT16, kv_head, rows, n, with, dim);
 }
@@ -192,16 +214,16 @@ INLINE void add_rows_at(float *to, const Rows *r, int64_t kv_head, const int32_t
     floats sum[8];
     for (int k = 0; k < n_sums; k++) sum[k] = load(to + c + k * WIDTH);
     for (int64_t i = 0; i < n; i++) {
-        const int64_t offset = row_offset(r, kv_head, rows[i]) + c;
+        const int64_t offset = row_offset(r, kv_head, rows[i]);
         const floats w = splat(weights[i]);
-        for (int k = 0; k < n_sums; k++) sum[k] += load_row(r, offset, k * WIDTH) * w;
+        for (int k = 0; k < n_sums; k++) sum[k] += load_row(r, offset, c + k * WIDTH) * w;
     }
     for (int k = 0; k < n_sums; k++) store(to + c + k * WIDTH, sum[k]);
 }
 /* to += the sum of some rows, each with its weight. */
 INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t kv_head, const int32_t *rows,
                              const float *weights, int64_t n, int64_t dim) {
-    const Rows own = {r->data, r->at, r->step, type};
+    const Rows own = {r->data, r->at, r->step, type, r->dim};
     int64_t c = 0;
     for (; c + 8 * WIDTH <= dim; c += 8 * WIDTH) add_rows_at(to, &own, kv_head, rows, weights, n, c, 8);
     for (; c + 4 * WIDTH <= dim; c += 4 * WIDTH) add_rows_at(to, &own, kv_head, rows, weights, n, c, 4);
@@ -213,6 +235,8 @@ INLINE void add_rows(float *to, const Rows *r, int64_t kv_head, const int32_t *r
         add_rows_of_type(to, r, FLOAT32, kv_head, rows, weights, n, dim);
     else if (r->type == FLOAT16)
         add_rows_of_type(to, r, FLOAT16, kv_head, rows, weights, n, dim);
+    else if (r->type == INT8)
+        add_rows_of_type(to, r, INT8, kv_head, rows, weights, n, dim);
     else
         add_rows_of_type(to, r, BFLOAT16, kv_head, rows, weights, n, dim);
 }
@@ -264,7 +288,7 @@ INLINE void add_half_rows(float *to, const Rows *r, int64_t kv_head, const int32
 }
 #endif
 INLINE void prefetch_row(const Rows *r, int64_t offset, int64_t dim) {
-    const int64_t size = r->type == FLOAT32 ? 4 : 2;
+    const int64_t size = r->type == FLOAT32 ? 4 : r->type == INT8 ? 1 : 2;
     for (int64_t i = 0; i < dim * size; i += 64) __builtin_prefetch((const char *)r->data + offset * size + i);
 }
 
