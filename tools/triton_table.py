@@ -37,8 +37,8 @@ GROUP, CLUSTER_SIZE = 4, 128
 _FLOATS = ("scale", "log_inverse", "margin", "exact_margin")
 _INTEGERS = (
     *("query_head", "query_member", "query_step", "key_head", "key_step", "value_head", "value_step"),
-    *("n_heads", "n_tiles", "splits", "n_query", "n_rows", "n_tables", "n_covs", "clusters_per_cov"),
-    *("clusters_per_split", "n_sinks", "n_dim"),
+    *("n_heads", "n_tiles", "splits", "n_query", "n_rows", "n_tables", "n_covs", "n_spans", "spans"),
+    *("spans_per_split", "clusters_per_span", "clusters_per_cov", "clusters_per_split", "n_sinks", "n_dim"),
 )
 _POINTERS = {
     **dict.fromkeys(("query", "key", "value", "sink_key", "sink_value", "result"), "input"),

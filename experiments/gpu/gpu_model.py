@@ -99,6 +99,7 @@ def measure_tiles(config: Values, query: Tensor, key: Tensor, value: Tensor, sca
     draws, bands = random.Random(seed), []
     keys, values = key[0].float(), value[0].float()
     index = reference.build_index(keys, values, layout, layout.sinks, layout.n_chunks)
+    index = reference.covariances_of_spans(index, layout)
     for share in BANDS:
         chunk = int((share * n - layout.sinks) // layout.chunk_size) - 1  # the queries of a whole chunk
         if chunk < 2:
@@ -106,7 +107,7 @@ def measure_tiles(config: Values, query: Tensor, key: Tensor, value: Tensor, sca
         begin = layout.sinks + chunk * layout.chunk_size
         counts = []
         for head in range(key.shape[1]):
-            seen = _seen(index, head, chunk - 1, layout.clusters_per_chunk)
+            seen = index.of_head(head, (chunk - 1) * layout.clusters_per_chunk, chunk - 2)
             for _ in range(config["tiles"]):
                 first = begin + draws.randrange(layout.chunk_size - most)
                 heads = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
@@ -116,15 +117,6 @@ def measure_tiles(config: Values, query: Tensor, key: Tensor, value: Tensor, sca
         mean = {name: sum(count[name] for count in counts) / len(counts) for name in counts[0]}
         bands.append({"far_keys": (chunk - 1) * layout.chunk_size, **mean})
     return {"bands": bands, "clusters": layout.cluster_size, "group": heads_per_kv}
-
-
-def _seen(index: KeyIndex, head: int, n_chunks: int, clusters_per_chunk: int) -> KeyIndex:
-    """What queries of one KV head see beyond their local keys, with `n_chunks` far chunks."""
-    return replace(
-        index.of_head(head, n_chunks * clusters_per_chunk, 0),
-        key_cov=index.key_cov[head, :n_chunks].mean(0),
-        key_value_cov=index.key_value_cov[head, :n_chunks].mean(0),
-    )
 
 
 def _count(

@@ -104,9 +104,9 @@ BREAKS = {
     "the threshold passes no gradient": ("slopes", "routed.attention",
         "merged, threshold + view.log_inverse, grad_threshold", "merged, threshold, 0 * threshold"),
     "covariances pass no gradient": ("slopes", "routed.reference",
-        "parts.cumsum(1) / count", "parts.detach().cumsum(1) / count"),
+        "totals / count.to", "totals.detach() / count.to"),
     "native values are corrected too far": ("native_agrees", "routed.native",
-        '"key_value_cov": index.key_value_cov.contiguous(),', '"key_value_cov": index.key_value_cov * 1.01,'),
+        "index.span_key_value_cov, index.key_value_cov)", "index.span_key_value_cov, index.key_value_cov * 1.01)"),
     "native gradients lose the key covariance": ("native_agrees", "routed.native",
         "sums[name].add_(total)", "sums[name].add_(0 * total if name == 'key_cov' else total)"),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from prescore.routed import native
 from prescore.routed.backends import build_index as build_new_chunks
 from prescore.routed.index import GrowingIndex
 from prescore.routed.layout import make_layout, why_exact
-from prescore.routed.reference import build_index, int8_logits, mean_of_prefixes, quantize_keys
+from prescore.routed.reference import build_index, covariances_of_spans, int8_logits, quantize_keys
 from prescore.routed.tree import bisection_tree
 
 SMALL = Routed(cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
@@ -176,11 +176,31 @@ def test_a_growing_index_holds_no_sums_of_earlier_chunks():
 
 
 def test_the_means_of_a_growing_index_are_those_of_one_call_to_the_bit():
-    key = normal(1, 2, 700, 8).float() + 3
+    key = normal(1, 2, 1300, 8).float() + 3
     index = GrowingIndex(build_new_chunks)
-    for n in range(100, 701, 30):
+    for n in (*range(100, 1300, 110), 1300):
         layout = make_layout(1, n, causal=True, config=SMALL)
-        grown = index.extend(key[:, :, :n], key[:, :, :n], layout, backend="plain").key_cov[:, -1]
-    built = build_new_chunks(key, key, layout, 0, "plain").key_cov
-    assert built.shape[1] > 10
-    assert torch.equal(grown, mean_of_prefixes(built)[:, -1])
+        grown = index.extend(key[:, :, :n], key[:, :, :n], layout, backend="plain")
+        whole = covariances_of_spans(build_new_chunks(key, key, layout, 0, "plain"), layout)
+        for name in ("key_cov", "key_value_cov"):
+            assert torch.equal(getattr(grown, name)[:, -1], getattr(whole, name)[:, -1])
+            assert torch.equal(getattr(grown, f"span_{name}"), getattr(whole, f"span_{name}"))
+    assert whole.span_key_cov.shape[1] > 1
+
+
+def test_covariances_of_spans_are_means_over_their_chunks():
+    key = normal(1, 1300, 8)
+    for is_causal in (True, False):
+        layout = make_layout(1300, 1300, causal=is_causal, config=SMALL)
+        built = build_index(key, key, layout, layout.sinks, layout.n_chunks)
+        index, size = covariances_of_spans(built, layout), layout.chunks_per_span
+        n_chunks = built.key_cov.shape[1]
+        assert n_chunks > 2 * size
+        spans = [
+            built.key_value_cov[0, begin : begin + size].mean(0) for begin in range(0, n_chunks - size + 1, size)
+        ]
+        torch.testing.assert_close(index.span_key_value_cov[0], torch.stack(spans))
+        for count in range(1, n_chunks + 1) if is_causal else [n_chunks]:
+            begin = (count - 1) // size * size
+            own = index.key_cov[0, count - 1 if is_causal else 0]
+            torch.testing.assert_close(own, built.key_cov[0, begin:count].mean(0))

@@ -138,13 +138,13 @@ BREAKS = {
         ("threshold without gradients", "(shares - shares.detach())", "0 * shares"),
     ],
     ("reference.py", "full"): [
-        ("mean of one chunk too many", "/ parts.shape[1]\n", "/ (parts.shape[1] + 1)\n"),
+        ("mean of one chunk too many", "/ count.to(totals.dtype)", "/ (count.to(totals.dtype) + 1)"),
     ],
     ("reference.py", "stats"): [
         ("wrong count of int8 keys", "+ near.sum() * n_subclusters", "+ 0 * near.sum()"),
     ],
     ("reference.py", "reference"): [
-        ("covariance of the first chunk", "index.key_cov[0, :count].mean(0)", "index.key_cov[0, :1].mean(0)"),
+        ("covariance of the first chunk", "index.key_cov[0, span].mean(0)", "index.key_cov[0, span][0]"),
         ("sinks forgotten", "& ~is_far, query @", "& ~is_far & ~is_sink, query @"),
     ],
     ("plain.py", "causal"): [
@@ -153,6 +153,7 @@ BREAKS = {
         ("query gradient without the scale", "+ by_query) * view.scale).view", "+ by_query) * 1.0).view"),
         ("no gradient through keys read", "by_logit), parts[0]", "0 * by_logit), parts[0]"),
         ("no gradient through centroids", ".shape[0]] += grads[name]", ".shape[0]] += 0 * grads[name]"),
+        ("no gradient through spans", "+= grads[name][:-1]", "+= 0 * grads[name][:-1]"),
         ("no gradient through key_cov", 'name in ("key_cov", "key_value_cov"):', 'name in ("key_value_cov",):'),
         ("no gradient through key_value_cov", 'name in ("key_cov", "key_value_cov"):', 'name in ("key_cov",):'),
         ("other keys in the backward pass", "seen), thresholds, v", "seen), thresholds + 0.5, v"),
@@ -204,12 +205,12 @@ BREAKS = {
         ("centroids count as keys", "layout.n_keys - layout.n_chunks *", "layout.n_keys - 0 *"),
     ],
     ("index.py", "decode"): [
-        ("covariance of new chunks only", "torch.cat((self._sums[number], wide), dim=1)", "wide"),
+        ("covariance of new chunks only", "filled[:, n_before - 1] = before[:, 0]", "pass"),
         ("crop forgets nothing", "if n_keys < self._end:", "if False:"),
         ("beams stay", "self._kv_heads)).index_select(0, rows)", "self._kv_heads))"),
     ],
     ("native.py", "native"): [
-        ("values move further", "index.key_value_cov.contiguous()", "index.key_value_cov * 1.01"),
+        ("values move further", ", index.key_value_cov), 1)", ", index.key_value_cov * 1.01), 1)"),
         ("sinks count in full in C", "math.log(SINK_WEIGHT)", "0.0"),
         ("one thread's gradients", "part.sum(0) for name, part", "part[0] for name, part"),
         ("no product in C", "(grads * merged.output).sum(-1)", "0 * grads.sum(-1)"),
@@ -222,7 +223,7 @@ BREAKS = {
         ("spread overlooked", "load(p->spread + at) * reach + x", "x"),
         (
             "radius overlooked",
-            "load(radius + k * WIDTH) * splat(w->reach[t]) + load(logits",
+            "load(radius + k * WIDTH) * splat(b->reach[t]) + load(logits",
             "load(logits",
         ),
         ("a query of the tile left out", "t < w->n && w->threshold", "t < w->n - 1 && w->threshold"),
@@ -249,7 +250,7 @@ BREAKS = {
         ("keys read stay in the centroid", "left = size - __builtin", "left = size - 0.0f * __builtin"),
         ("coarser query", "largest(most) / 127.0f", "largest(most) / 7.0f"),
         ("threshold too low", "- p->log_inverse;", "- 1.1f * p->log_inverse;"),
-        ("the first covariance for all", "(w->clusters - 1) / p->clusters_per_cov", "0"),
+        ("the last span under its first chunk", "(w->clusters - 1) / p->clusters_per_cov", "0"),
     ],
     ("local.c", "native"): [
         ("later keys are read", "for (int64_t c = stop; c < n; c++)", "for (int64_t c = n; c < n; c++)"),

@@ -296,7 +296,7 @@ def test_a_step_that_does_not_fit_is_refused(monkeypatch):
     step(query, key, value, 6, 99)
     (_, structure) = calls.pop()
     for name, _ in native.RoutedCall._fields_:  # a field that is not set is 0
-        assert name in ("query", "key", "value") or getattr(structure, name), name
+        assert name in ("query", "key", "value", "n_spans") or getattr(structure, name), name
     for wrong in (query.double(), query[:0], query[..., :-1], query.expand(-1, -1, 2, -1)):
         refused(step, wrong, key, value, 6, 99, match="^(query|a step|key|the key index) must")
     for wrong in ((key.double(), value), (key[:, :0], value), (key, value[..., :16]), (key, value[:, :, :-1])):

@@ -146,7 +146,7 @@ def test_the_key_index_reads_no_number_of_a_causal_call():
     layout = make_layout(300, 300, causal=True, config=CONFIG)
     with NoReads():
         index = reference.build_index(key[0], value[0], layout, layout.sinks, layout.n_chunks)
-        reference.mean_of_prefixes(index.key_cov)
+        reference.covariances_of_spans(index, layout)
     with NoReads(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         bool(index.key_cov.sum() > 0)
 

@@ -285,8 +285,7 @@ def _kept_index(call: Call, layout: Layout, backend: str) -> KeyIndex | None:
 def _built_index(key: Tensor, value: Tensor, layout: Layout, backend: str) -> KeyIndex:
     """The key index of a batch of KV heads, under the covariances that its queries read."""
     index = build_index(key, value, layout, 0, backend)
-    mean = reference.mean_of_prefixes if layout.causal else reference.mean_of_all
-    return replace(index, key_cov=mean(index.key_cov), key_value_cov=mean(index.key_value_cov))
+    return reference.covariances_of_spans(index, layout)
 
 
 class _RoutedAttention(torch.autograd.Function):
@@ -296,7 +295,9 @@ class _RoutedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, view: View, query: Tensor, key: Tensor, value: Tensor, *fields: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        attended, threshold, counts = BACKENDS[view.backend].forward(query, key, value, KeyIndex(*fields), view)
+        attended, threshold, counts = BACKENDS[view.backend].forward(
+            query, key, value, KeyIndex(view.clusters_per_span, *fields), view
+        )
         output = attended.output.to(query.dtype)
         ctx.save_for_backward(query, key, value, *fields, output, attended.lse, threshold)
         ctx.view = view
@@ -309,8 +310,8 @@ class _RoutedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
         # once: checkpointing forbids a second look
         query, key, value, *fields, output, lse, threshold = ctx.saved_tensors
-        inputs, index = (query, key, value), KeyIndex(*fields)
-        view, wide = ctx.view, accumulation_dtype(query.dtype)
+        inputs, view, wide = (query, key, value), ctx.view, accumulation_dtype(query.dtype)
+        index = KeyIndex(view.clusters_per_span, *fields)
         if grad is None and grad_lse is None:
             return (None,) * (4 + len(fields))
         if grad is None:

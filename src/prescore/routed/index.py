@@ -7,10 +7,14 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from prescore.routed.layout import Layout
 
-SUMMED = ("sink_key", "sink_value", "centroid_key", "centroid_value", "key_cov", "key_value_cov")
+SUMMED = (
+    *("sink_key", "sink_value", "centroid_key", "centroid_value"),
+    *("key_cov", "key_value_cov", "span_key_cov", "span_key_value_cov"),
+)
 """The fields that gradients reach."""
 
 
@@ -18,15 +22,21 @@ SUMMED = ("sink_key", "sink_value", "centroid_key", "centroid_value", "key_cov",
 class KeyIndex:
     """`T` KV heads with `S` sinks and `C` chunks, cut into `M` clusters of `L` keys, `B` subclusters each.
 
-    Native code stores positions as int32 and int8 keys in another order (`native.build_index`). The fields of one
-    KV head, as the functions of the reference take them, have no `T`, and one covariance, `[D, D]`.
+    Consecutive chunks form *spans*. A query reads one covariance of each span that it sees a part of. Native code
+    stores positions as int32 and int8 keys in another order (`native.build_index`). The fields of one KV head, as
+    the functions of the reference take them, have no `T`, and `key_cov` and `key_value_cov` have the covariances
+    of all spans that are seen, the last one as far as it is.
 
     Attributes:
+        clusters_per_span: Clusters of a span.
         sink_key, sink_value: `[T, S, D]`, `[T, S, Dv]` the first keys and values.
         centroid_key, centroid_value: `[T, M, D]`, `[T, M, Dv]` in the accumulation dtype.
         key_cov: `[T, C, D, D]` covariance of keys within clusters: of each chunk, as they are built. Queries read
-            means over the first 1 to `C` chunks, or over all that they see where `C` is 1.
+            means over the chunks of its span up to each (`reference.covariances_of_spans`), or only of the last
+            chunk that they see where `C` is 1.
         key_value_cov: `[T, C, D, Dv]` covariance of keys and values, likewise.
+        span_key_cov, span_key_value_cov: `[T, P, D, D]`, `[T, P, D, Dv]` means over each span that is complete; as
+            built, `P` is 0.
         positions: `[T, M, L]` where the keys of each cluster are, one subcluster after the other.
         int8, scales: `[T, M, L, D]` differences of keys and centroids as whole numbers from -63 to 63, and
             `[T, M, L]` what a unit is worth.
@@ -35,12 +45,15 @@ class KeyIndex:
         radius: `[T, M]` 1.5 times the largest such root in a cluster, of distances from its centroid.
     """
 
+    clusters_per_span: int
     sink_key: Tensor
     sink_value: Tensor
     centroid_key: Tensor
     centroid_value: Tensor
     key_cov: Tensor
     key_value_cov: Tensor
+    span_key_cov: Tensor
+    span_key_value_cov: Tensor
     positions: Tensor
     int8: Tensor
     scales: Tensor
@@ -50,36 +63,39 @@ class KeyIndex:
     radius: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """All fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """All tensors by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KeyIndex:
-        """Every field changed in the same way."""
-        return KeyIndex(**{name: change(tensor) for name, tensor in self.tensors().items()})
+        """Every tensor changed in the same way."""
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
 
     def under(self, covariance: int) -> KeyIndex:
-        """With one of the covariances only."""
+        """With one of the covariances of the last span only."""
         some = slice(covariance, covariance + 1)
         return replace(self, key_cov=self.key_cov[:, some], key_value_cov=self.key_value_cov[:, some])
 
     def chunks(self, some: slice, clusters_per_chunk: int) -> KeyIndex:
-        """Some chunks with their clusters."""
+        """Some chunks with their clusters, as they were built."""
         clusters = slice(some.start * clusters_per_chunk, some.stop * clusters_per_chunk)
-        axis = {"sink_key": slice(None), "sink_value": slice(None), "key_cov": some, "key_value_cov": some}
-        return KeyIndex(**{name: tensor[:, axis.get(name, clusters)] for name, tensor in self.tensors().items()})
+        everything = dict.fromkeys(("sink_key", "sink_value", "span_key_cov", "span_key_value_cov"), slice(None))
+        axis = {**everything, "key_cov": some, "key_value_cov": some}
+        return replace(self, **{name: t[:, axis.get(name, clusters)] for name, t in self.tensors().items()})
 
     def of_head(self, head: int, n_clusters: int, covariance: int) -> KeyIndex:
-        """What queries of one KV head read that see the first clusters, under one of the covariances."""
-        seen = dict.fromkeys(self.tensors(), slice(n_clusters))
-        seen |= {"sink_key": slice(None), "sink_value": slice(None)}
-        index = KeyIndex(**{name: tensor[head, seen[name]] for name, tensor in self.tensors().items()})
-        wide = self.centroid_key.dtype
+        """What queries of one KV head read that see the first clusters, and one covariance of the last span."""
+        spans = slice((n_clusters - 1) // self.clusters_per_span)
+        last, all_sinks = slice(covariance, covariance + 1), slice(None)
+        seen = {"sink_key": all_sinks, "sink_value": all_sinks, "key_cov": last, "key_value_cov": last}
+        seen |= {"span_key_cov": spans, "span_key_value_cov": spans}
+        tensors = {name: t[head, seen.get(name, slice(n_clusters))] for name, t in self.tensors().items()}
+        index, wide = replace(self, **tensors), self.centroid_key.dtype
         return replace(
             index,
             sink_key=index.sink_key.to(wide),
             sink_value=index.sink_value.to(wide),
-            key_cov=self.key_cov[head, covariance],
-            key_value_cov=self.key_value_cov[head, covariance],
+            key_cov=torch.cat((index.span_key_cov, index.key_cov)),
+            key_value_cov=torch.cat((index.span_key_value_cov, index.key_value_cov)),
         )
 
     @classmethod
@@ -89,7 +105,8 @@ class KeyIndex:
             return parts[0]
         all_fields = [part.tensors() for part in parts]
         joined = {name: torch.cat([tensors[name] for tensors in all_fields], dim=1) for name in all_fields[0]}
-        return replace(cls(**joined), sink_key=parts[0].sink_key, sink_value=parts[0].sink_value)
+        sinks = {"sink_key": parts[0].sink_key, "sink_value": parts[0].sink_value}
+        return cls(parts[0].clusters_per_span, **{**joined, **sinks})
 
 
 Build = Callable[[Tensor, Tensor, Layout, int, str], KeyIndex]
@@ -118,8 +135,8 @@ class GrowingIndex:
     ) -> KeyIndex:
         """The key index of all far chunks, at least one, of keys `[B, Hkv, N, D]`.
 
-        Its covariances are means over the first `n - R + 1`, ..., `n` of its `n` chunks. Some query sees `fewest`
-        chunks, and `R` suffices for it. None = every query sees all chunks of the layout.
+        Its covariances are those of queries that see the first `n - R + 1`, ..., `n` of its `n` chunks. Some query
+        sees `fewest` chunks, and `R` suffices for it. None = every query sees all chunks of the layout.
         """
         made_for = (backend, layout.sinks, layout.chunk_size, layout.cluster_size)
         made_for = (*made_for, *key.shape[:2], key.shape[-1], value.shape[-1], key.dtype, key.device)
@@ -131,7 +148,8 @@ class GrowingIndex:
         if index is None or n_done < layout.n_chunks:
             self._made_for, self._kv_heads, self._n_chunks = made_for, key.shape[1], layout.n_chunks
             self._end = layout.sinks + layout.n_chunks * layout.chunk_size
-            index = self._joined(index, self._build(key, value, layout, n_done, backend), n_done)
+            new = self._build(key, value, layout, n_done, backend)
+            index = self._joined(index, new, layout.chunks_per_span, n_done)
             # a step may still be taken back, so two means are kept
             self._index = index
             if index.key_cov.shape[1] > 2:
@@ -163,20 +181,37 @@ class GrowingIndex:
         geometry, shape = self._made_for[:4], self._made_for[5:]
         self._made_for = (*geometry, len(rows), *shape)
 
-    def _joined(self, index: KeyIndex | None, new: KeyIndex, n_done: int) -> KeyIndex:
-        """The key index with new chunks, under means over its first chunks."""
+    def _joined(self, index: KeyIndex | None, new: KeyIndex, chunks_per_span: int, n_done: int) -> KeyIndex:
+        """The key index with new chunks, under means over the chunks of each span."""
         means, sums = {}, []
         for number, name in enumerate(("key_cov", "key_value_cov")):
             # torch sums float32 in float64; kept so, the means are those of a call over all keys, to the bit
             parts = getattr(new, name)
-            wide = parts.double()
-            if index is not None and self._sums is not None:
-                wide = torch.cat((self._sums[number], wide), dim=1)
-            totals = wide.cumsum(1)[:, -parts.shape[1] :]
+            before = None if index is None or self._sums is None else self._sums[number]
+            totals, count = sums_in_spans(parts.double(), chunks_per_span, n_done, before)
             sums.append(totals[:, -1:].clone())  # a view would keep the sums of every chunk
-            count = torch.arange(1, parts.shape[1] + 1, dtype=parts.dtype, device=parts.device) + n_done
-            means[name] = totals.to(parts.dtype) / count[:, None, None]
+            means[name] = totals.to(parts.dtype) / count.to(parts.dtype)
+            means[f"span_{name}"] = means[name][
+                :, chunks_per_span - 1 - n_done % chunks_per_span :: chunks_per_span
+            ]
         self._sums = (sums[0], sums[1])
         if index is None:
             return replace(new, **means)
         return KeyIndex.cat([index, replace(new, **means)])
+
+
+def sums_in_spans(
+    parts: Tensor, chunks_per_span: int, n_done: int, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`[T, C, ...]` of chunks after `n_done` -> sums over the chunks of a span up to each, and how many these are.
+
+    `before`, `[T, 1, ...]`, is the sum over all chunks of the last span that were done.
+    """
+    n_before, n_chunks = n_done % chunks_per_span, parts.shape[1]
+    after = -(n_before + n_chunks) % chunks_per_span
+    filled = pad(parts, (0, 0, 0, 0, n_before, after))
+    if n_before and before is not None:
+        filled[:, n_before - 1] = before[:, 0]
+    totals = filled.unflatten(1, (-1, chunks_per_span)).cumsum(2).flatten(1, 2)
+    count = torch.arange(n_before, n_before + n_chunks, device=parts.device) % chunks_per_span + 1
+    return totals[:, n_before : n_before + n_chunks], count[:, None, None]

@@ -20,6 +20,9 @@ from prescore.config import Routed
 from prescore.ops.operators import Operator
 from prescore.routed.tree import tree_levels
 
+SPAN_CLUSTERS = 64
+"""Clusters of a span, which has a covariance of its own: it costs a query as much as the centroids of the span."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -51,6 +54,11 @@ class Layout:
     def clusters_per_chunk(self) -> int:
         """Clusters of one chunk."""
         return 1 << self.levels
+
+    @property
+    def chunks_per_span(self) -> int:
+        """Chunks of a span."""
+        return max(1, SPAN_CLUSTERS >> self.levels)
 
     @property
     def first(self) -> int:
@@ -122,7 +130,8 @@ class View:
             the query; else the keys after the last full chunk. Every key where the query sees no cluster.
         causal: Whether the mask is causal.
         chunk_size: Keys of a chunk.
-        clusters_per_cov: Covariance i averages the first (i + 1) x this many clusters.
+        clusters_per_cov: Covariance i is that of queries which see up to (i + 1) x this many clusters.
+        clusters_per_span: Clusters of a span.
         log_inverse: `reference.log_inverse_weight(min_weight)`.
         scale: Factor of the logits.
         operator: The operator for local keys, where the backend leaves them to it.
@@ -135,6 +144,7 @@ class View:
     causal: bool
     chunk_size: int
     clusters_per_cov: int
+    clusters_per_span: int
     log_inverse: float
     scale: float
     operator: Operator
@@ -149,7 +159,7 @@ class View:
                 yield head, slice(first, last), n_clusters
 
     def covariance(self, n_clusters: int) -> int:
-        """Which covariance belongs to so many visible clusters."""
+        """Which covariance of the last span belongs to so many visible clusters."""
         return (n_clusters - 1) // self.clusters_per_cov
 
 
@@ -176,5 +186,6 @@ def make_view(
         for t in (chunks * layout.clusters_per_chunk, start, stop)
     )
     clusters_per_cov = layout.clusters_per_chunk * (1 if layout.causal else layout.n_chunks)
-    options = (layout.causal, layout.chunk_size, clusters_per_cov, log_inverse, scale, operator, backend)
-    return View(n_clusters, start, stop, *options)
+    clusters_per_span = layout.clusters_per_chunk * layout.chunks_per_span
+    sizes = (layout.chunk_size, clusters_per_cov, clusters_per_span)
+    return View(n_clusters, start, stop, layout.causal, *sizes, log_inverse, scale, operator, backend)

@@ -43,6 +43,8 @@ from prescore.routed.reference import (
 )
 from prescore.types import Attended
 
+SEEN = SUMMED[:6]
+"""The fields of one KV head that gradients reach: its covariances are those of all spans."""
 LOGITS_AT_ONCE = 2**23
 """Int8 logits of a block; a block of one query per head may have more."""
 
@@ -56,7 +58,7 @@ class HeadQueries(NamedTuple):
         seen: The key index of the KV head, as far as they see it.
         dequantized: `[M * L, D]` the int8 keys as numbers.
         scratch: `[t * M * L]` memory for their int8 logits, used again by the next ones.
-        covariance: Which one belongs to them.
+        covariance: Which one of their last span belongs to them.
         dropout: Of their far keys.
     """
 
@@ -307,7 +309,7 @@ def add_far_gradients(
         hits = search(scaled, block, far_logits(scaled, seen), thresholds, view.log_inverse)
         lse = block.take(merged.lse)
         shift = lse.masked_fill(torch.isneginf(lse), torch.inf)  # a query that saw nothing: every weight is 0
-        leaves = {"query": scaled, "threshold": thresholds, **{name: getattr(seen, name) for name in SUMMED}}
+        leaves = {"query": scaled, "threshold": thresholds, **{name: getattr(seen, name) for name in SEEN}}
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
         with torch.enable_grad():
             both = _sums_again(leaves, seen, hits.per_cluster, view, shift, block.dropout)
@@ -321,7 +323,8 @@ def add_far_gradients(
         for name in ("sink_key", "sink_value", "centroid_key", "centroid_value"):
             sums[name][head, : grads[name].shape[0]] += grads[name]
         for name in ("key_cov", "key_value_cov"):
-            sums[name][head, block.covariance] += grads[name]
+            sums[f"span_{name}"][head, : len(grads[name]) - 1] += grads[name][:-1]
+            sums[name][head, block.covariance] += grads[name][-1]
         block.put(grad_threshold, grads["threshold"])
     return grad_threshold
 
@@ -335,7 +338,7 @@ def _sums_again(
     dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor]:
     """The sums of the forward pass but for the keys read, as a function of all that gradients reach."""
-    seen, query = replace(seen, **{name: leaves[name] for name in SUMMED}), leaves["query"]
+    seen, query = replace(seen, **{name: leaves[name] for name in SEEN}), leaves["query"]
     logits = far_logits(query, seen)
     threshold = with_gradient(leaves["threshold"], logits, seen, view.log_inverse)
     return far_sums(far_terms(query, seen, logits, threshold, per_cluster), shift, seen, dropout)

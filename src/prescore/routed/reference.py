@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from prescore.config import Routed
 from prescore.ops.dropout import Dropout
 from prescore.ops.operators import accumulation_dtype
-from prescore.routed.index import KeyIndex
+from prescore.routed.index import KeyIndex, sums_in_spans
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.tree import bisection_tree
 
@@ -118,13 +118,17 @@ def build_index(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks
     int8, scales = quantize_keys(key_offset.detach())
     sub_int8, sub_scales = quantize_keys(sub_offset)
     key_cov = by_chunk.transpose(2, 3) @ by_chunk / layout.chunk_size
+    key_value_cov = by_chunk.transpose(2, 3) @ values_by_chunk / layout.chunk_size
     return KeyIndex(
+        clusters_per_span=layout.clusters_per_chunk * layout.chunks_per_span,
         sink_key=key[:, : layout.sinks],
         sink_value=value[:, : layout.sinks],
         centroid_key=centroid_key,
         centroid_value=centroid_value,
         key_cov=key_cov,
-        key_value_cov=by_chunk.transpose(2, 3) @ values_by_chunk / layout.chunk_size,
+        key_value_cov=key_value_cov,
+        span_key_cov=key_cov[:, :0],
+        span_key_value_cov=key_value_cov[:, :0],
         positions=positions,
         int8=int8,
         scales=scales,
@@ -158,15 +162,17 @@ def subclusters(offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean, (squares @ shares.t()).sqrt(), radius
 
 
-def mean_of_prefixes(parts: Tensor) -> Tensor:
-    """`[T, C, ...]` of chunks -> means over the first 1, 2, ..., C: a causal query sees a prefix of them."""
-    count = torch.arange(1, parts.shape[1] + 1, device=parts.device, dtype=parts.dtype)
-    return parts.cumsum(1) / count[:, None, None]
+def covariances_of_spans(index: KeyIndex, layout: Layout) -> KeyIndex:
+    """An index as built -> under the means that queries read: over the chunks of each span, up to each chunk.
 
-
-def mean_of_all(parts: Tensor) -> Tensor:
-    """`[T, C, ...]` of chunks -> `[T, 1, ...]` their mean: every query sees all of them."""
-    return parts.sum(1, keepdim=True) / parts.shape[1]
+    Without a causal mask every query sees all chunks, and only the last of these means is kept.
+    """
+    size, means = layout.chunks_per_span, {}
+    for name in ("key_cov", "key_value_cov"):
+        totals, count = sums_in_spans(getattr(index, name), size, 0, None)
+        mean = totals / count.to(totals.dtype)
+        means |= {name: mean if layout.causal else mean[:, -1:], f"span_{name}": mean[:, size - 1 :: size]}
+    return replace(index, **means)
 
 
 def take(tensor: Tensor, positions: Tensor) -> Tensor:
@@ -189,7 +195,7 @@ class FarLogits(NamedTuple):
     Attributes:
         sinks: `[t, S]` logits of the sinks.
         centroids: `[t, M]` logits of the centroids.
-        std: `[t, 1]` standard deviation of the logits within clusters.
+        std: `[t, M]` standard deviation of the logits within clusters: that of the span of each cluster.
     """
 
     sinks: Tensor
@@ -222,11 +228,16 @@ def log_inverse_weight(min_weight: float) -> float:
 
 
 def far_logits(query: Tensor, index: KeyIndex) -> FarLogits:
-    """Logits of sinks and centroids, and `s = sqrt(q' V q)`, of queries `[t, D]` times the scale."""
-    variance = ((query @ index.key_cov) * query).sum(-1, keepdim=True)
+    """Logits of sinks and centroids, and `s = sqrt(q' V q)` for each span, of queries `[t, D]` times the scale."""
+    variance = ((query @ index.key_cov) * query).sum(-1).t()
     # bounded before the root, whose slope is infinite at 0; NaN (inf - inf) counts as large
     std = variance.nan_to_num(nan=MAX_STD**2).clamp(MIN_STD**2, MAX_STD**2).sqrt()
-    return FarLogits(query @ index.sink_key.t(), query @ index.centroid_key.t(), std)
+    return FarLogits(query @ index.sink_key.t(), query @ index.centroid_key.t(), by_cluster(std, index))
+
+
+def by_cluster(spans: Tensor, index: KeyIndex) -> Tensor:
+    """`[..., P]` of spans -> `[..., M]` of their clusters."""
+    return spans.repeat_interleave(index.clusters_per_span, dim=-1)[..., : index.positions.shape[0]]
 
 
 def _mass_logits(logits: FarLogits, index: KeyIndex) -> Tensor:
@@ -291,12 +302,13 @@ def search_bounds(
     size, n_subclusters = index.positions.shape[1], index.spread.shape[1]
     margin = heavy_margin(log_inverse)
     reach = (HEAVY_STDS - margin / logits.std).clamp_min(SEARCH_STDS) * logits.std
-    unit = index.key_cov.diagonal().sum().clamp_min(MIN_STD**2).sqrt()
-    lowered = threshold - (HEAVY_INT8_ERROR * logits.std[:, 0] - margin).clamp_min(0.0)
-    distance = lowered[:, None] - logits.centroids
-    near = (reach * (index.radius / unit) >= distance) & (threshold < math.inf)[:, None]
+    unit = index.key_cov.diagonal(dim1=1, dim2=2).sum(-1).clamp_min(MIN_STD**2).sqrt()
+    reach = reach / by_cluster(unit, index)
+    lowered = threshold[:, None] - (HEAVY_INT8_ERROR * logits.std - margin).clamp_min(0.0)
+    distance = lowered - logits.centroids
+    near = (reach * index.radius >= distance) & (threshold < math.inf)[:, None]
     offsets = int8_logits(query, index.sub_int8.flatten(0, 1), index.sub_scales.flatten(0, 1))
-    highest = offsets.view(len(query), *index.spread.shape) + reach[..., None] * (index.spread / unit)
+    highest = offsets.view(len(query), *index.spread.shape) + reach[..., None] * index.spread
     searched = (highest >= distance[..., None]) & near[..., None]
     sizes = torch.full((n_subclusters,), SUBCLUSTER, dtype=torch.int64, device=query.device)
     sizes[-1] += size - SUBCLUSTER * n_subclusters
@@ -333,7 +345,7 @@ def centroid_corrections(distance: Tensor, std: Tensor) -> tuple[Tensor, Tensor]
 
     Args:
         distance: `[t, M]` from the centroids' logits to the threshold.
-        std: `[t, 1]` standard deviation of the logits within clusters.
+        std: `[t, M]` standard deviation of the logits within clusters.
     """
     x = distance.clamp(-MAX_DISTANCE, MAX_DISTANCE) / std
     shifted, slope = _log_normal_cdf(x - std)
@@ -355,7 +367,7 @@ class FarTerms(NamedTuple):
     Attributes:
         columns: `[t, S + M]` logits of sinks and corrected centroids.
         move: `[t, M]` how far the centroids' values move along `direction`.
-        direction: `[t, Dv]`, `C' q`.
+        direction: `[P, t, Dv]`, `C' q` of each span.
     """
 
     columns: Tensor
@@ -384,8 +396,11 @@ def far_sums(
     if dropout is not None:
         columns = columns * dropout.at("columns").factors(tuple(columns.shape), columns)
     values = torch.cat((index.sink_value, index.centroid_value))
-    moved = (columns[:, n_sinks:] * terms.move).sum(1, keepdim=True) * terms.direction
-    return columns @ values + moved, mass
+    moves = columns[:, n_sinks:] * terms.move
+    by_span = (
+        pad(moves, (0, -moves.shape[1] % index.clusters_per_span)).unflatten(1, (len(terms.direction), -1)).sum(2)
+    )
+    return columns @ values + (by_span.t()[..., None] * terms.direction).sum(0), mass
 
 
 def hit_logits(query: Tensor, hits: Hits, hit_key: Tensor) -> Tensor:
@@ -460,10 +475,12 @@ def reference_attention(
             lses.append(exact.logsumexp(1))
             continue
         n_clusters = count * layout.clusters_per_chunk
+        size = layout.chunks_per_span
+        spans = [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
         seen = replace(
             index.of_head(0, n_clusters, 0),
-            key_cov=index.key_cov[0, :count].mean(0),
-            key_value_cov=index.key_value_cov[0, :count].mean(0),
+            key_cov=torch.stack([index.key_cov[0, span].mean(0) for span in spans]),
+            key_value_cov=torch.stack([index.key_value_cov[0, span].mean(0) for span in spans]),
         )
         local_logits = logits[rows].masked_fill(~(local[rows] & ~is_sink), -math.inf)
         before = far_logits(query[rows], seen)

@@ -214,20 +214,27 @@ def forward(
 
     result, lse = empty(n_heads, heads_per_kv, n_query, value_dim, of=dtype), empty(n_heads, heads_per_kv, n_query)
     threshold, counts = torch.empty_like(lse), empty(n_works, 2, of=torch.int32)
-    masses, stds, query_units = empty(n_heads, splits + 1, n_rows), empty(n_heads, n_rows), empty(n_heads, n_rows)
+    masses, query_units = empty(n_heads, splits + 1, n_rows), empty(n_heads, n_rows)
     query_int8 = empty(n_heads, n_rows, dim, of=torch.int8)
-    peaks, totals, moves = (empty(n_heads, splits, n_rows) for _ in range(3))
+    peaks, totals = (empty(n_heads, splits, n_rows) for _ in range(2))
+    size_of_span = index.clusters_per_span
+    spans, spans_per_split = -(-n_clusters // size_of_span), per_split // size_of_span + 2
+    moves, move_peaks = (empty(n_heads, splits, spans_per_split, n_rows) for _ in range(2))
     outputs = empty(n_heads, splits, n_rows, value_dim)
     estimates = empty(n_programs, CLUSTERS * size, rows)
     hits = empty(n_programs, CLUSTERS * size, of=torch.int64)
     seen = [t.to(device, non_blocking=True) for t in (view.n_clusters, view.local_start, view.local_stop)]
-    units = index.key_cov.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(reference.MIN_STD**2).sqrt()
+    stds = empty(n_heads, spans, n_rows)
+    key_cov = torch.cat((index.span_key_cov, index.key_cov), dim=1)
+    key_value_cov = torch.cat((index.span_key_value_cov, index.key_value_cov), dim=1)
+    units = key_cov.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(reference.MIN_STD**2).sqrt()
     index = index.map(Tensor.contiguous)
     keys = (index.positions, index.int8, index.scales)
     subclusters = (index.sub_int8, index.sub_scales, index.spread, index.radius)
     margins = reference.heavy_margin(view.log_inverse), reference.exact_margin(view.log_inverse)
     steps = query.stride()[:3], (*key.stride()[:2], *value.stride()[:2])
-    covs = index.key_cov.shape[1], view.clusters_per_cov
+    n_covs, n_spans = key_cov.shape[1], index.span_key_cov.shape[1]
+    covs = size_of_span, view.clusters_per_cov, per_split
     fixed = {
         "GROUP": heads_per_kv, "ROWS": rows, "D": dim, "DV": value_dim, "LOCAL": compiled.local, "SIZE": size,
         "KEYS": min(compiled.keys, size), "WIDTH": min(dim, compiled.width), "PRECISION": precision(target),
@@ -243,21 +250,21 @@ def forward(
     with torch.cuda.device_of(query):
         start(
             kernels.local_part, (n_tiles, splits + 1, n_heads),
-            query, key, value, key, value, *seen, index.centroid_key, index.key_cov,  # sinks are the first keys
+            query, key, value, key, value, *seen, index.centroid_key, key_cov,  # sinks are the first keys
             masses, stds, query_int8, query_units, peaks, totals, outputs, *steps[0], *steps[1],
-            n_query, n_rows, n_clusters, *covs, per_split, index.sink_key.shape[1], dim, view.scale,
+            n_query, n_rows, n_clusters, n_covs, n_spans, spans, *covs, index.sink_key.shape[1], dim, view.scale,
         )  # fmt: skip
         start(
             kernels.far_part, (n_programs,),
             query, key, value, seen[0], index.centroid_key, index.centroid_value, units, *keys, *subclusters,
-            masses, stds, query_int8, query_units, peaks, totals, moves, outputs, estimates, hits,
+            masses, stds, query_int8, query_units, peaks, totals, moves, move_peaks, outputs, estimates, hits,
             threshold, counts, *steps[0], *steps[1],
-            n_heads, n_tiles, splits, n_query, n_rows, n_clusters, *covs, per_split, dim,
-            view.scale, view.log_inverse, *margins,
+            n_heads, n_tiles, splits, n_query, n_rows, n_clusters, n_covs, n_spans, spans, spans_per_split,
+            *covs, dim, view.scale, view.log_inverse, *margins,
         )  # fmt: skip
         start(
             kernels.merge, (n_tiles, n_heads),
-            query, seen[0], index.key_value_cov, peaks, totals, moves, outputs, result, lse, *steps[0],
-            n_query, n_rows, splits, *covs, dim, view.scale,
+            query, seen[0], key_value_cov, peaks, totals, moves, move_peaks, outputs, result, lse, *steps[0],
+            n_query, n_rows, splits, n_covs, n_spans, spans_per_split, *covs, dim, view.scale,
         )  # fmt: skip
     return Attended(result, lse), threshold, counts.sum(0)

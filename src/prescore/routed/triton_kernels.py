@@ -3,15 +3,17 @@
 A tile has `ROWS` queries of one KV head: all query heads of that head, position by position. Three kernels run for
 prompts and for single steps. Steps share the clusters of a KV head among `splits` programs, prompts do not.
 
-- `local_part`: local keys, sinks, int8 queries; beside it, the mass of the centroids for the threshold.
+- `local_part`: local keys, sinks, int8 queries; beside it, the deviations of the logits within the clusters of
+  each span, and the mass of the centroids for the threshold.
 - `far_part` takes sixteen clusters at a time. Their centroids and those of their subclusters give one bit for each
   query and subcluster. Clusters that no query of the tile searches are skipped; of the others, products of int8
   keys give the hits. The keys that some query of the tile reads are written to memory as a dense list, which has
   room for all of them. Then the list is read: exact logits where one is heavy, values, softmax; and the centroids.
 - `merge`: all splits, and what centroids move.
 
-The running softmax of a row is its peak, sum, `moved` (the sum of weights times what centroids move along `C'q`)
-and output. Registers are scarce: what can be loaded again is loaded again, and matrices are multiplied in parts.
+The running softmax of a row is its peak, sum and output, and for each span `moved`, the sum of weights times what
+centroids move along `C'q`, under the peak that held at its end. Registers are scarce: what can be loaded again is
+loaded again, and matrices are multiplied in parts.
 """
 
 import triton
@@ -92,6 +94,31 @@ def _project(
 
 
 @triton.jit
+def _covariance(n_clusters, span, n_spans, clusters_per_span, clusters_per_cov):
+    """Which covariance each row reads for a span: of a complete one, or of the last one of the row; -1 = none."""
+    last = (n_clusters - 1) // clusters_per_span
+    own = tl.where((span == last) & (n_clusters > 0), n_spans + (n_clusters - 1) // clusters_per_cov, -1)
+    return tl.where((span < last) & (n_clusters > 0), span, own)
+
+
+@triton.jit
+def _project_span(
+    output, query, rows, row_mask, factor, matrix, n_clusters, span, n_spans, clusters_per_span, clusters_per_cov,
+    n_dim, D: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_project` by the covariances that the rows read for a span."""
+    which = _covariance(n_clusters, span, n_spans, clusters_per_span, clusters_per_cov)
+    last = tl.where(tl.max(tl.where(which == span, 1, 0), 0) > 0, span, span - 1)
+    output = _project(
+        output, query, rows, row_mask, factor, matrix, tl.where(which < n_spans, which, -1), span, last, n_dim,
+        D, WIDTH, PRECISION,
+    )  # fmt: skip
+    which = tl.where(which < n_spans, -1, which)
+    first, last = tl.min(tl.where(which < 0, 2**30, which), 0), tl.max(which, 0)
+    return _project(output, query, rows, row_mask, factor, matrix, which, first, last, n_dim, D, WIDTH, PRECISION)
+
+
+@triton.jit
 def _log_normal_cdf(x):
     x = tl.minimum(tl.maximum(x, -4.0), 8.0)
     y = x * (1.5976 + 0.07056 * x * x)
@@ -143,20 +170,20 @@ def _centroid_logits(
 
 
 @triton.jit
-def _centroid_lse(
-    query, rows, row_mask, centroid_key, n_clusters, first, last, scale, n_dim,
-    ROWS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+def _std(
+    query, rows, row_mask, key_cov, n_clusters, span, n_spans, clusters_per_span, clusters_per_cov, scale, n_dim,
+    ROWS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, MIN_STD: tl.constexpr, MAX_STD: tl.constexpr,
 ):  # fmt: skip
-    """`[ROWS]` log-sum-exp of the logits of the centroids from `first` to `last` that each row sees."""
-    peak, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
-    for block in tl.range(first, last, CLUSTERS, disable_licm=True):
-        column = block + tl.arange(0, CLUSTERS)
-        logits = _centroid_logits(
-            query, rows, row_mask, centroid_key, column, last, scale, n_dim, ROWS, D, PRECISION
-        )
-        seen = (column[None, :] < n_clusters[:, None]) & (column < last)[None, :]
-        peak, total = _add_mass(peak, total, tl.where(seen, logits, NEGATIVE))
-    return peak + tl.log(total)
+    """`[ROWS]` standard deviation of the logits within the clusters of a span, as `reference.far_logits`."""
+    dim = tl.arange(0, D)
+    along = _project_span(
+        tl.zeros([ROWS, D], tl.float32), query, rows, row_mask, tl.zeros([ROWS], tl.float32) + scale, key_cov,
+        n_clusters, span, n_spans, clusters_per_span, clusters_per_cov, n_dim, D, D, PRECISION,
+    )  # fmt: skip
+    scaled = tl.load(query + rows[:, None] + dim[None, :], mask=row_mask[:, None], other=0.0)
+    variance = tl.sum(along * (scaled.to(tl.float32) * scale), 1)
+    variance = tl.where(variance == variance, variance, MAX_STD * MAX_STD)
+    return tl.sqrt(tl.minimum(tl.maximum(variance, MIN_STD * MIN_STD), MAX_STD * MAX_STD))
 
 
 @triton.jit
@@ -164,12 +191,14 @@ def local_part(
     query, key, value, sink_key, sink_value, visible, local_start, local_stop, centroid_key, key_cov,
     masses, stds, query_int8, query_units, peaks, totals, outputs,
     query_head, query_member, query_step, key_head, key_step, value_head, value_step,
-    n_query, n_rows, n_tables, n_covs, clusters_per_cov, clusters_per_split, n_sinks, n_dim, scale,
+    n_query, n_rows, n_tables, n_covs, n_spans, spans, clusters_per_span, clusters_per_cov, clusters_per_split,
+    n_sinks, n_dim, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LOCAL: tl.constexpr,
     WIDTH: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     LOG_SINK_WEIGHT: tl.constexpr, MIN_STD: tl.constexpr, MAX_STD: tl.constexpr, QUERY_MAX: tl.constexpr,
+    MAX_MASS_GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Queries `[T, G, n, D]`: the last program of a tile reads local keys and sinks, others sum centroids."""
+    """Queries `[T, G, n, D]`: the last program of a tile reads local keys and sinks, others weigh centroids."""
     tile, split, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     splits = tl.num_programs(1) - 1
     row, mask, rows, n_clusters = _tile(tile, head, n_query, visible, query_member, query_step, GROUP, ROWS)
@@ -178,11 +207,25 @@ def local_part(
     if split < splits:
         first = split * clusters_per_split
         last = tl.minimum(first + clusters_per_split, most)
-        mass = _centroid_lse(
-            query, rows, mask, centroid_key + head * n_tables * D, n_clusters, first, last, scale, n_dim,
-            ROWS, D, PRECISION,
-        )  # fmt: skip
-        tl.store(masses + (head * (splits + 1) + split) * n_rows + row, mass)
+        centroids = centroid_key + head * n_tables * D
+        mass, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
+        for span in tl.range(first // clusters_per_span, tl.cdiv(last, clusters_per_span), disable_licm=True):
+            std = _std(
+                query, rows, mask, key_cov + head * n_covs * D * D, n_clusters, span, n_spans, clusters_per_span,
+                clusters_per_cov, scale, n_dim, ROWS, D, PRECISION, MIN_STD, MAX_STD,
+            )  # fmt: skip
+            tl.store(stds + (head * spans + span) * n_rows + row, std)
+            # `reference.mass_logits`, but for what all clusters gain
+            gain = tl.minimum(0.5 * std * std, MAX_MASS_GAIN)
+            stop = tl.minimum((span + 1) * clusters_per_span, last)
+            for block in tl.range(tl.maximum(span * clusters_per_span, first), stop, CLUSTERS, disable_licm=True):
+                column = block + tl.arange(0, CLUSTERS)
+                logits = _centroid_logits(
+                    query, rows, mask, centroids, column, stop, scale, n_dim, ROWS, D, PRECISION
+                )
+                seen = (column[None, :] < n_clusters[:, None]) & (column < stop)[None, :]
+                mass, total = _add_mass(mass, total, tl.where(seen, logits + gain[:, None], NEGATIVE))
+        tl.store(masses + (head * (splits + 1) + split) * n_rows + row, mass + tl.log(total))
     else:
         dim, value_dim, is_routed = tl.arange(0, D), tl.arange(0, DV), n_clusters > 0
         start = tl.load(local_start + head * n_query + row // GROUP, mask=mask, other=2**30)
@@ -229,25 +272,14 @@ def local_part(
         tl.store(totals + at, total)
         tl.store(outputs + at[:, None] * DV + value_dim[None, :], output)
         if most > 0:
-            # standard deviation of the logits within clusters, as `reference.far_logits`
-            which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, -1)
-            first, last = tl.min(tl.where(is_routed, which, 2**30), 0), tl.max(which, 0)
-            along = _project(
-                tl.zeros([ROWS, D], tl.float32), query, rows, mask, tl.zeros([ROWS], tl.float32) + scale,
-                key_cov + head * n_covs * D * D, which, first, last, n_dim, D, D, PRECISION,
-            )  # fmt: skip
             scaled = tl.load(query + rows[:, None] + dim[None, :], mask=mask[:, None], other=0.0)
             scaled = scaled.to(tl.float32) * scale
-            variance = tl.sum(along * scaled, 1)
-            variance = tl.where(variance == variance, variance, MAX_STD * MAX_STD)
-            variance = tl.minimum(tl.maximum(variance, MIN_STD * MIN_STD), MAX_STD * MAX_STD)
             # `reference.quantize`; adding 1.5 * 2^23 rounds to the nearest even whole number
             unit = tl.max(tl.abs(scaled), 1) / QUERY_MAX
             numbers = scaled / tl.maximum(unit, 1.1754943508222875e-38)[:, None]
             numbers = (numbers + 12582912.0) - 12582912.0
             numbers = tl.minimum(tl.maximum(numbers, -QUERY_MAX), QUERY_MAX)
             at = head * n_rows + row
-            tl.store(stds + at, tl.sqrt(variance))
             tl.store(query_units + at, unit)
             tl.store(query_int8 + at[:, None] * D + dim[None, :], numbers.to(tl.int8))
 
@@ -333,15 +365,14 @@ def _search(
 @triton.jit
 def far_part(
     query, key, value, visible, centroid_key, centroid_value, units, positions, int8, scales, sub_int8, sub_scales,
-    spread, radius, masses, stds, query_int8, query_units, peaks, totals, moves, outputs, estimates, hits,
-    thresholds, counts, query_head, query_member, query_step, key_head, key_step, value_head, value_step,
-    n_heads, n_tiles, splits, n_query, n_rows, n_tables, n_covs, clusters_per_cov, clusters_per_split, n_dim,
-    scale, log_inverse, margin, exact_margin,
+    spread, radius, masses, stds, query_int8, query_units, peaks, totals, moves, move_peaks, outputs, estimates,
+    hits, thresholds, counts, query_head, query_member, query_step, key_head, key_step, value_head, value_step,
+    n_heads, n_tiles, splits, n_query, n_rows, n_tables, n_covs, n_spans, spans, spans_per_split,
+    clusters_per_span, clusters_per_cov, clusters_per_split, n_dim, scale, log_inverse, margin, exact_margin,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     SEARCH_STDS: tl.constexpr, HEAVY_STDS: tl.constexpr, HEAVY_INT8_ERROR: tl.constexpr,
-    MAX_GAIN: tl.constexpr, MAX_DISTANCE: tl.constexpr, MAX_MASS_GAIN: tl.constexpr, MASS_KEYS: tl.constexpr,
-    MASS_SHARE: tl.constexpr,
+    MAX_GAIN: tl.constexpr, MAX_DISTANCE: tl.constexpr, MASS_KEYS: tl.constexpr, MASS_SHARE: tl.constexpr,
 ):  # fmt: skip
     """Each program runs many tiles, the longest first, with the same memory for its lists of keys."""
     value_dim, in_tile = tl.arange(0, DV), tl.arange(0, ROWS)
@@ -353,20 +384,15 @@ def far_part(
         row, mask, rows, n_clusters = _tile(tile, head, n_query, visible, query_member, query_step, GROUP, ROWS)
         most, is_routed = tl.max(n_clusters, 0), n_clusters > 0
         # `reference.threshold`
-        std = tl.load(stds + head * n_rows + row)
         mass = tl.full([ROWS], NEGATIVE, tl.float32)
         for other in tl.range(0, splits, disable_licm=True):
             mass = _log_sum(mass, tl.load(masses + (head * (splits + 1) + other) * n_rows + row))
         share = tl.maximum(MASS_KEYS / (tl.maximum(n_clusters, 1) * SIZE), MASS_SHARE)
-        mass += tl.log(SIZE * tl.minimum(share, 1.0)) + tl.minimum(0.5 * std * std, MAX_MASS_GAIN)
+        mass += tl.log(SIZE * tl.minimum(share, 1.0))
         mass = _log_sum(mass, tl.load(masses + (head * (splits + 1) + splits) * n_rows + row))
         threshold = tl.where(is_routed, mass - log_inverse, float("inf"))
         at = (head * GROUP + row % GROUP) * n_query + row // GROUP
         tl.store(thresholds + at, threshold, mask=mask & (split == 0))
-        # `reference.search_bounds`
-        which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, 0)
-        reach = tl.maximum(HEAVY_STDS - margin / std, SEARCH_STDS) * std / tl.load(units + head * n_covs + which)
-        lowered = threshold - tl.maximum(HEAVY_INT8_ERROR * std - margin, 0.0)
         first = split * clusters_per_split
         last = tl.minimum(first + clusters_per_split, most)
         n_compared, n_read = 0, 0
@@ -374,61 +400,77 @@ def far_part(
         at, is_first = (head * splits + split) * n_rows + row, in_tile + split == in_tile
         peak = tl.load(peaks + at, mask=is_first, other=NEGATIVE)
         total = tl.load(totals + at, mask=is_first, other=0.0)
-        moved = tl.zeros([ROWS], tl.float32)
         whole = at[:, None] * DV + value_dim[None, :]
         output = tl.load(outputs + whole, mask=is_first[:, None], other=0.0)
-        for block in tl.range(first, last, CLUSTERS, disable_licm=True):
-            tl.debug_barrier()  # lists are shared by all threads
-            logits, seen, own_counts, n_found, more_compared, more_read = _search(
-                query + head * query_head, rows, mask, query_int8 + (head * n_rows + tile * ROWS) * D,
-                query_units + head * n_rows + tile * ROWS, n_clusters, threshold, lowered, reach,
-                centroid_key + head * n_tables * D, positions + head * n_tables * SIZE,
-                int8 + head * n_tables * SIZE * D, scales + head * n_tables * SIZE,
-                sub_int8 + head * n_tables * (SIZE // SUBCLUSTER) * D,
-                sub_scales + head * n_tables * (SIZE // SUBCLUSTER),
-                spread + head * n_tables * (SIZE // SUBCLUSTER), radius + head * n_tables, estimates, hits,
-                block, last, scale, n_dim,
-                ROWS, D, SIZE, KEYS, PRECISION,
-            )  # fmt: skip
-            n_compared, n_read = n_compared + more_compared, n_read + more_read
-            tl.debug_barrier()
-            for begin in tl.range(0, n_found, KEYS, disable_licm=True):
-                slot = begin + tl.arange(0, KEYS)
-                listed = slot < n_found
-                pending = tl.load(
-                    estimates + slot[None, :] * ROWS + in_tile[:, None], mask=listed[None, :], other=NEGATIVE
-                )
-                position = tl.load(hits + slot, mask=listed, other=0)
-                heavy = pending >= (threshold + exact_margin)[:, None]
-                if tl.max(tl.max(heavy.to(tl.int32), 1), 0) > 0:
-                    exact = _logits(
-                        query + head * query_head, rows, mask, key + head * key_head, position * key_step, listed,
-                        scale, n_dim, ROWS, KEYS, WIDTH, PRECISION, INTERPRETED,
+        first_span = first // clusters_per_span
+        for span in tl.range(first_span, tl.cdiv(last, clusters_per_span), disable_licm=True):
+            # `reference.search_bounds`
+            std = tl.load(stds + (head * spans + span) * n_rows + row)
+            which = tl.maximum(_covariance(n_clusters, span, n_spans, clusters_per_span, clusters_per_cov), 0)
+            reach = (
+                tl.maximum(HEAVY_STDS - margin / std, SEARCH_STDS) * std / tl.load(units + head * n_covs + which)
+            )
+            lowered = threshold - tl.maximum(HEAVY_INT8_ERROR * std - margin, 0.0)
+            moved = tl.zeros([ROWS], tl.float32)
+            stop = tl.minimum((span + 1) * clusters_per_span, last)
+            for block in tl.range(tl.maximum(span * clusters_per_span, first), stop, CLUSTERS, disable_licm=True):
+                tl.debug_barrier()  # lists are shared by all threads
+                logits, seen, own_counts, n_found, more_compared, more_read = _search(
+                    query + head * query_head, rows, mask, query_int8 + (head * n_rows + tile * ROWS) * D,
+                    query_units + head * n_rows + tile * ROWS, n_clusters, threshold, lowered, reach,
+                    centroid_key + head * n_tables * D, positions + head * n_tables * SIZE,
+                    int8 + head * n_tables * SIZE * D, scales + head * n_tables * SIZE,
+                    sub_int8 + head * n_tables * (SIZE // SUBCLUSTER) * D,
+                    sub_scales + head * n_tables * (SIZE // SUBCLUSTER),
+                    spread + head * n_tables * (SIZE // SUBCLUSTER), radius + head * n_tables, estimates, hits,
+                    block, stop, scale, n_dim,
+                    ROWS, D, SIZE, KEYS, PRECISION,
+                )  # fmt: skip
+                n_compared, n_read = n_compared + more_compared, n_read + more_read
+                tl.debug_barrier()
+                for begin in tl.range(0, n_found, KEYS, disable_licm=True):
+                    slot = begin + tl.arange(0, KEYS)
+                    listed = slot < n_found
+                    pending = tl.load(
+                        estimates + slot[None, :] * ROWS + in_tile[:, None], mask=listed[None, :], other=NEGATIVE
+                    )
+                    position = tl.load(hits + slot, mask=listed, other=0)
+                    heavy = pending >= (threshold + exact_margin)[:, None]
+                    if tl.max(tl.max(heavy.to(tl.int32), 1), 0) > 0:
+                        exact = _logits(
+                            query + head * query_head, rows, mask, key + head * key_head, position * key_step,
+                            listed, scale, n_dim, ROWS, KEYS, WIDTH, PRECISION, INTERPRETED,
+                        )  # fmt: skip
+                        pending = tl.where(heavy, exact, pending)
+                    values = tl.load(
+                        value + head * value_head + position[:, None] * value_step + value_dim[None, :],
+                        mask=listed[:, None], other=0.0,
                     )  # fmt: skip
-                    pending = tl.where(heavy, exact, pending)
+                    peak, total, moved, output = _fold(
+                        peak, total, moved, output, pending, values, PRECISION, INTERPRETED
+                    )
+                # `reference.far_terms`, `reference.far_sums`
+                gain, move = _centroid_corrections(
+                    threshold[:, None] - logits, std[:, None], MAX_GAIN, MAX_DISTANCE
+                )
+                unread = SIZE - own_counts
+                columns = logits + gain + tl.log(tl.maximum(unread, 1).to(tl.float32))
+                columns = tl.where(seen & (unread > 0), columns, NEGATIVE)
+                cluster = block + tl.arange(0, CLUSTERS)
                 values = tl.load(
-                    value + head * value_head + position[:, None] * value_step + value_dim[None, :],
-                    mask=listed[:, None], other=0.0,
+                    centroid_value + (head * n_tables + cluster)[:, None] * DV + value_dim[None, :],
+                    mask=(cluster < stop)[:, None], other=0.0,
                 )  # fmt: skip
                 peak, total, moved, output = _fold(
-                    peak, total, moved, output, pending, values, PRECISION, INTERPRETED
+                    peak, total, moved, output, columns, values, PRECISION, INTERPRETED
                 )
-            # `reference.far_terms`, `reference.far_sums`
-            gain, move = _centroid_corrections(threshold[:, None] - logits, std[:, None], MAX_GAIN, MAX_DISTANCE)
-            unread = SIZE - own_counts
-            columns = logits + gain + tl.log(tl.maximum(unread, 1).to(tl.float32))
-            columns = tl.where(seen & (unread > 0), columns, NEGATIVE)
-            cluster = block + tl.arange(0, CLUSTERS)
-            values = tl.load(
-                centroid_value + (head * n_tables + cluster)[:, None] * DV + value_dim[None, :],
-                mask=(cluster < last)[:, None], other=0.0,
-            )  # fmt: skip
-            peak, total, moved, output = _fold(peak, total, moved, output, columns, values, PRECISION, INTERPRETED)
-            shift = tl.where(peak == NEGATIVE, 0.0, peak)
-            moved += tl.sum(tl.exp(columns - shift[:, None]) * move, 1)
+                shift = tl.where(peak == NEGATIVE, 0.0, peak)
+                moved += tl.sum(tl.exp(columns - shift[:, None]) * move, 1)
+            of_span = ((head * splits + split) * spans_per_split + span - first_span) * n_rows + row
+            tl.store(moves + of_span, moved)
+            tl.store(move_peaks + of_span, peak)
         tl.store(peaks + at, peak)
         tl.store(totals + at, total)
-        tl.store(moves + at, moved)
         tl.store(outputs + whole, output)
         tl.store(counts + number * 2, n_compared)
         tl.store(counts + number * 2 + 1, n_read)
@@ -436,15 +478,16 @@ def far_part(
 
 @triton.jit
 def merge(
-    query, visible, key_value_cov, peaks, totals, moves, outputs, result, lse,
-    query_head, query_member, query_step, n_query, n_rows, splits, n_covs, clusters_per_cov, n_dim, scale,
+    query, visible, key_value_cov, peaks, totals, moves, move_peaks, outputs, result, lse,
+    query_head, query_member, query_step, n_query, n_rows, splits, n_covs, n_spans, spans_per_split,
+    clusters_per_span, clusters_per_cov, clusters_per_split, n_dim, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The softmax over all splits, with what centroids move along `C'q`."""
     tile, head, value_dim = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, DV)
     row, mask, rows, n_clusters = _tile(tile, head, n_query, visible, query_member, query_step, GROUP, ROWS)
     peak, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
-    moved, output = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DV], tl.float32)
+    output = tl.zeros([ROWS, DV], tl.float32)
     for split in tl.range(0, splits, disable_licm=True):
         at = (head * splits + split) * n_rows + row
         part_peak = tl.load(peaks + at)
@@ -452,17 +495,21 @@ def merge(
         shift = tl.where(highest == NEGATIVE, 0.0, highest)
         decay, part_decay = tl.exp(peak - shift), tl.exp(part_peak - shift)
         total = total * decay + tl.load(totals + at) * part_decay
-        moved = moved * decay + tl.load(moves + at) * part_decay
         part_output = tl.load(outputs + at[:, None] * DV + value_dim[None, :])
         output = output * decay[:, None] + part_output * part_decay[:, None]
         peak = highest
-    is_routed = n_clusters > 0
-    which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, -1)
-    first, last = tl.min(tl.where(is_routed, which, 2**30), 0), tl.max(which, 0)
-    output = _project(
-        output, query + head * query_head, rows, mask, moved * scale, key_value_cov + head * n_covs * D * DV,
-        which, first, last, n_dim, D, DV, PRECISION,
-    )  # fmt: skip
+    most, shift = tl.max(n_clusters, 0), tl.where(peak == NEGATIVE, 0.0, peak)
+    for split in tl.range(0, splits, disable_licm=True):
+        first = split * clusters_per_split // clusters_per_span
+        last = tl.cdiv(tl.minimum((split + 1) * clusters_per_split, most), clusters_per_span)
+        for span in tl.range(first, last, disable_licm=True):
+            at = ((head * splits + split) * spans_per_split + span - first) * n_rows + row
+            moved = tl.load(moves + at) * tl.exp(tl.load(move_peaks + at) - shift)
+            output = _project_span(
+                output, query + head * query_head, rows, mask, moved * scale,
+                key_value_cov + head * n_covs * D * DV, n_clusters, span, n_spans, clusters_per_span,
+                clusters_per_cov, n_dim, D, DV, PRECISION,
+            )  # fmt: skip
     at = (head * GROUP + row % GROUP) * n_query + row // GROUP
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(result + at[:, None] * DV + value_dim[None, :], output, mask=mask[:, None])

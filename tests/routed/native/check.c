@@ -312,13 +312,18 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
         }
     }
     int64_t counts[2] = {0, 0};
+    float *units = space(HEADS * chunks, 4);
+    for (int64_t i = 0; i < HEADS * chunks; i++) {
+        for (int64_t d = 0; d < dim; d++) units[i] += c.key_cov[(i * dim + d) * dim + d];
+        units[i] = sqrtf(units[i]);
+    }
     RoutedCall p = {
         .query = queries, .key = keys, .value = values, .visible = visible, .local_start = local_start, .local_stop = local_stop,
         .columns = column_keys, .column_values = column_values, .positions = c.positions, .int8 = c.int8, .scales = c.scales,
         .sub_int8 = sub_int8, .sub_scales = sub_scales, .spread = spread, .radius = radius, .key_cov = c.key_cov,
         .key_value_cov = c.key_value_cov, .kv_heads = HEADS, .n_query = QUERY_HEADS * n, .length = n, .dim = dim, .value_dim = wide,
         .cluster_size = cluster_size, .sinks = SINKS, .sink_columns = 16, .n_columns = columns, .n_clusters = clusters, .n_covs = chunks,
-        .clusters_per_cov = per_chunk, .scale = 1.0f / sqrtf((float)dim), .search_stds = everything ? 1e9f : 3.0f, .heavy_stds = 4.2f,
+        .units = units, .clusters_per_span = (clusters + 15) / 16 * 16, .clusters_per_cov = per_chunk, .scale = 1.0f / sqrtf((float)dim), .search_stds = everything ? 1e9f : 3.0f, .heavy_stds = 4.2f,
         .heavy_int8_error = 0.1f, .margin = 3.0043f, .exact_margin = everything ? -1e9f : 2.7725887f, .log_inverse = everything ? 1e3f : 6.0f,
         .max_mass_gain = 4.0f, .log_sink_weight = -2.3025851f, .output = space(HEADS * QUERY_HEADS * n * wide, 4),
         .lse = space(HEADS * QUERY_HEADS * n, 4), .threshold = space(HEADS * QUERY_HEADS * n, 4), .counts = counts,
@@ -359,7 +364,7 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
             printf("lse %.9g\nthreshold %.9g\noutput %.9g\n", p.lse[q], p.threshold[q], p.output[q * wide + q % wide]);
     }
     void *made[] = {key, value, query, middle, c.positions, c.centroid_key, c.centroid_value, c.int8, c.scales, c.sub_int8,
-                    c.sub_scales, c.spread, c.radius, c.key_cov, c.key_value_cov, column_keys, column_values, sub_int8, sub_scales,
+                    c.sub_scales, c.spread, c.radius, c.key_cov, c.key_value_cov, units, column_keys, column_values, sub_int8, sub_scales,
                     spread, radius, visible, local_start, local_stop, p.output, p.lse, p.threshold};
     for (size_t i = 0; i < sizeof made / sizeof *made; i++) free(made[i]);
     free_rows(&keys);

@@ -4,7 +4,8 @@ It shares the configuration and the bisection tree with the engine and nothing e
 cut into chunks, and each chunk by its tree into clusters. A causal query reads the sinks, its own and the previous
 chunk; earlier chunks are far. With `q` the query times the scale, a query that sees far chunks
 
-1. takes `s`, the root mean square over all far keys of their logits' distance from that of their centroid;
+1. takes `s`, the root mean square over the far keys of a span, 64 clusters, of their logits' distance from that of
+   their centroid; a span that is not all far counts as far as it is;
 2. estimates the attention mass: exp(logit) of the keys that it reads in any case, a tenth of it for sinks, and
    `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys, with `L` down to half where all clusters
    have more than 16,384 keys together; `min_weight` of that is its threshold;
@@ -35,6 +36,7 @@ from prescore.types import Attended
 N_SUBCLUSTER = 16
 LIGHT_WEIGHT = 64
 MASS_KEYS = 16384
+SPAN = 64
 
 
 def routed_oracle(query, key, value, config, **options):
@@ -218,6 +220,7 @@ class Clusters(NamedTuple):
         key, value: `[M, D]`, `[M, Dv]` centroids.
         key_offset, value_offset: `[M, L, D]`, `[M, L, Dv]` differences from the centroids.
         int8: `[M, L, D]` the key offsets, quantized.
+        spans: `[M]` which span each cluster is of.
         subclusters: For each run of 16 places: which places, its quantized mean offset `[M, D]`, its spread `[M]`.
     """
 
@@ -227,6 +230,7 @@ class Clusters(NamedTuple):
     key_offset: Tensor
     value_offset: Tensor
     int8: Tensor
+    spans: Tensor
     subclusters: list[tuple[slice, Tensor, Tensor]]
 
     @classmethod
@@ -251,13 +255,14 @@ class Clusters(NamedTuple):
             keys - keys.mean(1, keepdim=True),
             values - values.mean(1, keepdim=True),
             int8_rows(offsets, 63),
+            torch.arange(len(positions)) // max(SPAN, 2**sequence.levels),
             list(subclusters(offsets)),
         )
 
     def first(self, count):
         """The first clusters."""
         runs = [(places, mean[:count], spread[:count]) for places, mean, spread in self.subclusters]
-        return Clusters(*(part[:count] for part in self[:6]), runs)
+        return Clusters(*(part[:count] for part in self[:7]), runs)
 
     def search(self, query, int8, known, min_weight):
         """Keys `[M, L]` that a query reads, int8 logits, how many it compared, logits and values of centroids.
@@ -272,7 +277,9 @@ class Clusters(NamedTuple):
         """
         size = self.positions.shape[1]
         offsets, logits = self.key_offset @ query, self.key @ query
-        std = offsets.square().mean().clamp_min(1e-3**2).sqrt()
+        spans = [self.spans == span for span in self.spans.unique()]
+        by_span = torch.stack([offsets[own].square().mean() for own in spans])
+        std = by_span.clamp_min(1e-3**2).sqrt()[self.spans]
         counted = size * sorted((0.5, MASS_KEYS / self.positions.numel(), 1.0))[1]
         mass = torch.cat((known, logits + math.log(counted) + (std**2 / 2).clamp_max(4.0))).logsumexp(0)
         threshold = mass + math.log(min_weight) if min_weight < 1 else torch.full_like(mass, math.inf)
@@ -280,7 +287,7 @@ class Clusters(NamedTuple):
         lowered = threshold - (0.1 * std - margin).clamp_min(0)
         compared, n_compared = torch.zeros(self.positions.shape, dtype=torch.bool), 0
         squares = self.key_offset.square().sum(-1)
-        unit = squares.mean().clamp_min(1e-3**2).sqrt()
+        unit = torch.stack([squares[own].mean() for own in spans]).clamp_min(1e-3**2).sqrt()[self.spans]
         radius = torch.stack([squares[:, places].mean(1) for places, _, _ in self.subclusters]).amax(0).sqrt()
         for places, mean, spread in self.subclusters if threshold < math.inf else []:
             x = std * spread / unit
@@ -289,11 +296,14 @@ class Clusters(NamedTuple):
             compared[:, places] = (near & (logits + mean @ int8 + stds * x >= lowered))[:, None]
             n_compared += int(near.sum())
         estimates = logits[:, None] + self.int8 @ int8
-        read = compared & (estimates >= lowered)
+        read = compared & (estimates >= lowered[:, None])
         estimates = estimates.masked_fill(estimates >= threshold + min(math.log(LIGHT_WEIGHT), margin), math.nan)
         gain, move = below_threshold(threshold - logits, std)
         unread = (size - read.sum(1)).double()
-        direction = offsets.flatten() @ self.value_offset.flatten(0, 1) / offsets.numel()
+        directions = [
+            offsets[own].flatten() @ self.value_offset[own].flatten(0, 1) / offsets[own].numel() for own in spans
+        ]
+        direction = torch.stack(directions)[self.spans]
         n_compared += int(compared.sum())
         return read, estimates, n_compared, logits + unread.log() + gain, self.value + move[:, None] * direction
 

@@ -28,6 +28,7 @@ from prescore.routed.reference import (
     MASS_KEYS,
     MASS_SHARE,
     MAX_MASS_GAIN,
+    MIN_STD,
     SEARCH_STDS,
     SINK_WEIGHT,
     exact_margin,
@@ -96,7 +97,7 @@ class Rows(ctypes.Structure):
 
 _ARRAYS = (
     *("columns", "column_values", "positions", "int8", "scales", "sub_int8", "sub_scales", "spread", "radius"),
-    *("key_cov", "key_value_cov"),
+    *("key_cov", "key_value_cov", "units"),
 )
 _SIZES = (
     "kv_heads",
@@ -128,7 +129,8 @@ class RoutedCall(ctypes.Structure):
     _fields_ = (
         *((name, Rows) for name in ("query", "key", "value", "far_key", "far_value")),
         *((name, _POINTER) for name in ("visible", "local_start", "local_stop", *_ARRAYS)),
-        *((name, _SIZE) for name in (*_SIZES, "n_clusters", "n_covs", "clusters_per_cov")),
+        *((name, _SIZE) for name in (*_SIZES, "n_clusters", "n_covs")),
+        *((name, _SIZE) for name in ("n_spans", "clusters_per_span", "clusters_per_cov")),
         *((name, _REAL) for name in _NUMBERS),
         *((name, _POINTER) for name in _RESULTS),
     )
@@ -246,19 +248,23 @@ def build_index(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks
     call_library("prescore_build_index", call)
     sinks = slice(layout.sinks)
     sink_key, sink_value = (t[..., sinks, :].flatten(0, -3) for t in (key, value))
-    return KeyIndex(sink_key=sink_key, sink_value=sink_value, **made)
+    made |= {f"span_{name}": made[name][:, :0] for name in ("key_cov", "key_value_cov")}
+    clusters_per_span = layout.clusters_per_chunk * layout.chunks_per_span
+    return KeyIndex(clusters_per_span, sink_key=sink_key, sink_value=sink_value, **made)
 
 
 def index_call(index: KeyIndex, log_inverse: float, scale: float, clusters_per_cov: int) -> RoutedCall:
     """A call over a key index of reference or native code, without queries, keys, values and results.
 
     Columns are sinks, then centroids, each rounded up to a multiple of 16. The centroids of subclusters lie
-    sixteen side by side, as keys do; the last block is filled up.
+    sixteen side by side, as keys do; the last block is filled up. Covariances of complete spans come first.
     """
     arrays, sink_columns = _arrays(index)
     (n_heads, n_clusters, size), n_sinks = index.positions.shape, index.sink_key.shape[1]
-    n_covs, dim, value_dim = index.key_cov.shape[1], index.centroid_key.shape[2], index.centroid_value.shape[2]
+    n_covs, dim, value_dim = arrays["key_cov"].shape[1], index.centroid_key.shape[2], index.centroid_value.shape[2]
     n_columns = sink_columns + -(-n_clusters // WIDTH) * WIDTH
+    if index.clusters_per_span < WIDTH or index.clusters_per_span % WIDTH:
+        raise ValueError(f"clusters of a span must be a multiple of {WIDTH}, got {index.clusters_per_span}")
     blocks, sub_blocks = (n_heads, n_clusters, size // WIDTH), -(-n_clusters * (size // WIDTH) // WIDTH)
     shapes = {
         "columns": (n_heads, n_columns // WIDTH, dim, WIDTH),
@@ -271,6 +277,7 @@ def index_call(index: KeyIndex, log_inverse: float, scale: float, clusters_per_c
         "radius": (n_heads, n_columns - sink_columns),
         "key_cov": (n_heads, n_covs, dim, dim),
         "key_value_cov": (n_heads, n_covs, dim, value_dim),
+        "units": (n_heads, n_covs),
     }
     dtypes = {"positions": torch.int32, "int8": torch.uint8, "sub_int8": torch.uint8}
     check_tensors(
@@ -287,6 +294,8 @@ def index_call(index: KeyIndex, log_inverse: float, scale: float, clusters_per_c
         n_columns=n_columns,
         n_clusters=n_clusters,
         n_covs=n_covs,
+        n_spans=index.span_key_cov.shape[1],
+        clusters_per_span=index.clusters_per_span,
         clusters_per_cov=clusters_per_cov,
         scale=scale,
         search_stds=SEARCH_STDS,
@@ -336,9 +345,11 @@ def _arrays(index: KeyIndex) -> tuple[dict[str, Tensor], int]:
         "sub_scales": side_by_side(index.sub_scales[..., None]).contiguous(),
         "spread": side_by_side(index.spread[..., None]).contiguous(),
         "radius": pad(index.radius, (0, fill)).contiguous(),
-        "key_cov": index.key_cov.contiguous(),
-        "key_value_cov": index.key_value_cov.contiguous(),
+        "key_cov": torch.cat((index.span_key_cov, index.key_cov), 1),
+        "key_value_cov": torch.cat((index.span_key_value_cov, index.key_value_cov), 1),
     }
+    trace = arrays["key_cov"].diagonal(dim1=-2, dim2=-1).sum(-1)
+    arrays["units"] = trace.clamp_min(MIN_STD**2).sqrt()
     return arrays, sink_columns
 
 
@@ -356,8 +367,9 @@ def _check_call(
     n_keys = n_before + key.shape[-2]
     if call.last_position >= n_keys:
         raise ValueError(f"the key index must be of {n_keys} keys, got position {call.last_position}")
-    if most_clusters > call.n_clusters:
-        raise ValueError(f"visible clusters must be at most {call.n_clusters}, got {most_clusters}")
+    most = min(call.n_clusters, (call.n_spans + 1) * call.clusters_per_span)
+    if most_clusters > most:
+        raise ValueError(f"visible clusters must be at most {most}, got {most_clusters}")
 
 
 # --- whole calls
@@ -399,7 +411,7 @@ def routed_call(
     call = index_call(index, view.log_inverse, view.scale, view.clusters_per_cov)
     least, most = _range(view.n_clusters)
     _check_call(call, query, key, value, most)
-    if least < 0 or most > call.n_covs * view.clusters_per_cov:
+    if least < 0 or most > (call.n_covs - call.n_spans) * view.clusters_per_cov:
         raise ValueError(f"visible clusters must lie between 0 and {call.n_clusters}, got {least} to {most}")
     if reads_local and (_range(view.local_start)[0] < 0 or _range(view.local_stop)[1] > n_keys):
         begin, end = _range(view.local_start)[0], _range(view.local_stop)[1]
@@ -558,7 +570,7 @@ def attend_ranges(
         raise ValueError(f"queries must read {n_keys} keys of {dim} dimensions, got {key.shape} from {bounds}")
     call = RoutedCall(
         **{"kv_heads": n_heads, "n_query": heads_per_kv * length, "length": length, "dim": dim, "scale": scale},
-        **{"value_dim": value.shape[-1], "cluster_size": WIDTH, "clusters_per_cov": 1},
+        **{"value_dim": value.shape[-1], "cluster_size": WIDTH, "clusters_per_cov": 1, "clusters_per_span": 1},
         **{"visible": visible.data_ptr(), "local_start": begin.data_ptr(), "local_stop": end.data_ptr()},
         **{"output": output.data_ptr(), "lse": lse.data_ptr(), "counts": counts.data_ptr()},
     )
@@ -591,15 +603,17 @@ def add_far_gradients(
         "product": (grads * merged.output).sum(-1),
         "column_keys": columns.transpose(2, 3).flatten(1, 2).contiguous(),
         "value_columns": values.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous(),
-        "key_value_cov_t": index.key_value_cov.transpose(2, 3).contiguous(),
+        "key_value_cov_t": call.arrays["key_value_cov"].transpose(2, 3).contiguous(),
         "query": sums["query"],
         "threshold": torch.zeros_like(threshold),
     }
-    like = (key, value, given["column_keys"], values, index.key_cov, index.key_value_cov)
+    like = (key, value, given["column_keys"], values, call.arrays["key_cov"], call.arrays["key_value_cov"])
     parts = {name: empty(_PARTS, *t.shape).zero_() for name, t in zip(_SUMMED, like, strict=True)}
     call_library("prescore_routed_backward", call, _gradients(given, parts, call, key.shape[-2]))
     totals = {name: part.sum(0) for name, part in parts.items()}
     sinks, centroids = slice(call.sinks), slice(call.sink_columns, call.sink_columns + call.n_clusters)
+    for name in ("key_cov", "key_value_cov"):
+        totals[f"span_{name}"], totals[name] = totals[name].tensor_split((call.n_spans,), dim=1)
     for name in ("key", "value"):
         column = totals.pop(f"column_{name}")
         totals |= {f"sink_{name}": column[:, sinks], f"centroid_{name}": column[:, centroids]}
@@ -689,7 +703,8 @@ class PreparedStep:
         n_far = 0 if far is None else far[0].shape[2]
         _check_call(self._call, query, key, value, n_clusters, n_far)
         n_keys, value_dim = n_far + key.shape[2], value.shape[-1]
-        if length != 1 or n_clusters < 1 or self._call.n_covs != 1 or not n_far <= local_start <= n_keys:
+        n_covs = self._call.n_covs - self._call.n_spans
+        if length != 1 or n_clusters < 1 or n_covs != 1 or not n_far <= local_start <= n_keys:
             raise ValueError(
                 "a step must be one query that sees some clusters under one covariance, "
                 f"got {length} queries, {n_clusters} clusters and local keys from {local_start} of {n_keys}"

@@ -33,8 +33,8 @@ typedef struct {
     float *move;                    /* [TILE, padded]: gradients of the columns' logits */
     float *grads;                   /* [TILE, value_dim] */
     float by_query[TILE * MAX_DIM]; /* gradients of the scaled queries */
-    float by_std[TILE];             /* of each query's standard deviation, divided by it */
-    float moved[TILE];              /* weights of the centroids times their moves, summed */
+    float *by_std;                  /* [spans, TILE] of each standard deviation, divided by it */
+    float *pulled;                  /* [spans, TILE] of how far the values of the span move */
 } GradTile;
 
 static void hits_backward(const RoutedCall *p, const Gradients *g, Tile *w, const Sums *s, int64_t t, float *to) {
@@ -73,48 +73,57 @@ static void sink_gradients(const RoutedCall *p, const Gradients *g, Tile *w, Gra
 }
 
 /* The same for the centroids, and the gradients through their corrections: of the threshold, which is returned, of the
- * standard deviation and of the direction. */
+ * standard deviations and of the directions. */
 static float centroid_gradients(const RoutedCall *p, const Gradients *g, Tile *w, GradTile *b, int64_t t) {
     const int64_t at = w->index[t];
-    const float s = w->std[t], gain_of_std = 0.5f * s * s;
-    const floats one = splat(1.0f), part = splat(1.0f / s), threshold = splat(w->threshold[t]), far = splat(1e30f);
+    const floats one = splat(1.0f), threshold = splat(w->threshold[t]), far = splat(1e30f);
     const floats lse = splat(p->lse[at]), product = splat(g->product[at]), mass = splat(estimated_mass(p, w, t));
-    const floats behind = splat(prescore_mass_of_cluster(p, w, t));
-    const floats pulled_grad = splat(dot(b->grads + t * p->value_dim, w->direction + t * p->value_dim, p->value_dim));
     float *logits = w->logits + t * w->padded, *moves = b->move + t * w->padded, *along = b->along + t * w->padded;
     const int32_t *cluster_hits = w->cluster_hits + t * w->padded;
-    floats by_threshold = splat(0), by_std = splat(0), moved = splat(0), shares = splat(0);
-    for (int64_t c = p->sink_columns; c < w->columns; c += WIDTH) {
-        /* the threshold may be infinite, and the logit of an empty column is -inf: 0 * inf would be NaN */
-        const floats x = load(logits + c), r = larger(smaller((threshold - x) * part, far), -far);
-        const Correction k = correct_with_slopes(r, s);
-        const floats left = splat((float)p->cluster_size) - __builtin_convertvector(*(const ints *)(cluster_hits + c), floats);
-        floats weight = vexp(x + k.gain + vlog(larger(left, one)) - lse);
-        weight = choose(left > splat(0.0f), weight, splat(0.0f));
-        const floats d = weight * (load(along + c) + k.move * pulled_grad - product), pull = weight * pulled_grad;
-        const floats up = (d * k.gain_by_r + pull * k.move_by_r) * part, share = vexp(x + behind - mass);
-        by_threshold += up;
-        by_std += d * k.gain_by_s + pull * k.move_by_s - up * r;
-        moved += weight * k.move;
-        shares += share;
-        store(moves + c, d - up);
-        store(along + c, share);
-        store(logits + c, weight);
+    float by_threshold_total = 0;
+    int64_t c = p->sink_columns;
+    for (int64_t span = 0; span < w->spans; span++) {
+        const float s = w->std[span * TILE + t];
+        const floats part = splat(1.0f / s), behind = splat(prescore_mass_of_cluster(p, w, span, t));
+        const floats pulled_grad = splat(b->pulled[span * TILE + t]);
+        floats by_threshold = splat(0), by_std = splat(0), moved = splat(0), shares = splat(0);
+        for (; c < span_end(p, w, span); c += WIDTH) {
+            /* the threshold may be infinite, and the logit of an empty column is -inf: 0 * inf would be NaN */
+            const floats x = load(logits + c), r = larger(smaller((threshold - x) * part, far), -far);
+            const Correction k = correct_with_slopes(r, s);
+            const floats left = splat((float)p->cluster_size) - __builtin_convertvector(*(const ints *)(cluster_hits + c), floats);
+            floats weight = vexp(x + k.gain + vlog(larger(left, one)) - lse);
+            weight = choose(left > splat(0.0f), weight, splat(0.0f));
+            const floats d = weight * (load(along + c) + k.move * pulled_grad - product), pull = weight * pulled_grad;
+            const floats up = (d * k.gain_by_r + pull * k.move_by_r) * part, share = vexp(x + behind - mass);
+            by_threshold += up;
+            by_std += d * k.gain_by_s + pull * k.move_by_s - up * r;
+            moved += weight * k.move;
+            shares += share;
+            store(moves + c, d - up);
+            store(along + c, share);
+            store(logits + c, weight);
+        }
+        by_threshold_total += total(by_threshold);
+        b->by_std[span * TILE + t] = total(by_std);
+        b->pulled[span * TILE + t] = total(shares); /* for the next loop */
+        w->moved[span * TILE + t] = total(moved);
     }
-    const float by_threshold_total = total(by_threshold), mass_gain = gain_of_std < p->max_mass_gain ? s : 0.0f;
-    const float by_std_total = total(by_std) + by_threshold_total * total(shares) * mass_gain;
-    b->by_std[t] = s > MIN_STD ? by_std_total / s : 0.0f;
-    b->moved[t] = total(moved);
+    for (int64_t span = 0; span < w->spans; span++) {
+        const int64_t i = span * TILE + t;
+        const float s = w->std[i], mass_gain = 0.5f * s * s < p->max_mass_gain ? s : 0.0f;
+        b->by_std[i] = s > MIN_STD ? (b->by_std[i] + by_threshold_total * b->pulled[i] * mass_gain) / s : 0.0f;
+    }
     return by_threshold_total;
 }
 
 /* Weights of the columns of a query, and the gradients of their logits, in place of `logits` and `move`. */
 static void column_gradients(const RoutedCall *p, const Gradients *g, Tile *w, GradTile *b, int64_t t) {
     float *logits = w->logits + t * w->padded, *moves = b->move + t * w->padded, by_threshold_total = 0;
-    b->by_std[t] = b->moved[t] = 0;
     if (p->lse[w->index[t]] == -INFINITY) { /* saw nothing */
         memset(logits, 0, sizeof(float) * (size_t)w->columns);
         memset(moves, 0, sizeof(float) * (size_t)w->columns);
+        for (int64_t span = 0; span < w->spans; span++) b->by_std[span * TILE + t] = w->moved[span * TILE + t] = 0;
     } else {
         sink_gradients(p, g, w, b, t);
         by_threshold_total = centroid_gradients(p, g, w, b, t);
@@ -123,20 +132,34 @@ static void column_gradients(const RoutedCall *p, const Gradients *g, Tile *w, G
     g->threshold[w->index[t]] = by_threshold_total;
 }
 
-/* Through `sqrt(q' V q)` and `C' q` of each query; overwrites `moment` and `direction`. */
-static void covariances_backward(const RoutedCall *p, const Gradients *g, Tile *w, const Sums *s, GradTile *b) {
-    const int64_t dim = p->dim, wide = p->value_dim, cov = (w->clusters - 1) / p->clusters_per_cov;
-    for (int64_t t = 0; t < w->n; t++) {
-        float *half = w->moment + t * dim, *pulled = w->direction + t * wide;
-        add_scaled(b->by_query + t * dim, half, b->by_std[t], dim);
-        const floats by_std = splat(0.5f * b->by_std[t]), moved = splat(b->moved[t]);
-        for (int64_t i = 0; i < dim; i += WIDTH) store(half + i, load(w->query + t * dim + i) * by_std);
-        for (int64_t i = 0; i < wide; i += WIDTH) store(pulled + i, load(b->grads + t * wide + i) * moved);
+/* How far the gradients point along the direction `C' q` of each span. */
+static void pull(const RoutedCall *p, Tile *w, GradTile *b) {
+    const int64_t dim = p->dim, wide = p->value_dim;
+    for (int64_t span = 0; span < w->spans; span++) {
+        product(w->scratch, wide, w->query, dim, 1, w->n, p->key_value_cov + cov_of(p, w, span) * dim * wide, wide, 16, dim, wide, 0);
+        for (int64_t t = 0; t < w->n; t++) b->pulled[span * TILE + t] = dot(b->grads + t * wide, w->scratch + t * wide, wide);
     }
-    const float *converted = g->key_value_cov_t + (w->kv_head * p->n_covs + cov) * dim * wide;
-    product(b->by_query, dim, w->direction, wide, 1, w->n, converted, dim, 16, wide, dim, 1);
-    product(s->key_cov + cov * dim * dim, dim, w->query, 1, dim, dim, w->moment, dim, 16, w->n, dim, 1);
-    product(s->key_value_cov + cov * dim * wide, wide, w->query, 1, dim, dim, w->direction, wide, 16, w->n, wide, 1);
+}
+
+/* Through `sqrt(q' V q)` and `C' q` of each query and span. */
+static void covariances_backward(const RoutedCall *p, const Gradients *g, Tile *w, const Sums *s, GradTile *b) {
+    const int64_t dim = p->dim, wide = p->value_dim;
+    for (int64_t span = 0; span < w->spans; span++) {
+        const int64_t at = cov_of(p, w, span), cov = at - w->kv_head * p->n_covs;
+        product(w->scratch, dim, w->query, dim, 1, w->n, p->key_cov + at * dim * dim, dim, 16, dim, dim, 0);
+        for (int64_t t = 0; t < w->n; t++) {
+            const float by_std = b->by_std[span * TILE + t];
+            add_scaled(b->by_query + t * dim, w->scratch + t * dim, by_std, dim);
+            for (int64_t i = 0; i < dim; i += WIDTH)
+                store(w->scratch + t * dim + i, load(w->query + t * dim + i) * splat(0.5f * by_std));
+        }
+        product(s->key_cov + cov * dim * dim, dim, w->query, 1, dim, dim, w->scratch, dim, 16, w->n, dim, 1);
+        for (int64_t t = 0; t < w->n; t++)
+            for (int64_t i = 0; i < wide; i += WIDTH)
+                store(w->scratch + t * wide + i, load(b->grads + t * wide + i) * splat(w->moved[span * TILE + t]));
+        product(b->by_query, dim, w->scratch, wide, 1, w->n, g->key_value_cov_t + at * dim * wide, dim, 16, wide, dim, 1);
+        product(s->key_value_cov + cov * dim * wide, wide, w->query, 1, dim, dim, w->scratch, wide, 16, w->n, wide, 1);
+    }
 }
 
 static void tile_backward(const RoutedCall *p, const Gradients *g, Tile *w, const Sums *s, GradTile *b) {
@@ -157,6 +180,7 @@ static void tile_backward(const RoutedCall *p, const Gradients *g, Tile *w, cons
             if (p->lse[w->index[t]] != -INFINITY) hits_backward(p, g, w, s, t, b->by_query + t * dim);
     } while (block);
     product(b->along, w->padded, b->grads, wide, 1, w->n, values, 16, wide * 16, wide, w->columns, 0);
+    pull(p, w, b);
     for (int64_t t = 0; t < w->n; t++) column_gradients(p, g, w, b, t);
     product(b->by_query, dim, b->move, w->padded, 1, w->n, g->column_keys + w->kv_head * p->n_columns * dim, dim, 16, columns, dim, 1);
     product(s->column_key, dim, b->move, 1, w->padded, columns, w->query, dim, 16, w->n, dim, 1);
@@ -181,12 +205,15 @@ static Sums sums_of(const RoutedCall *p, const Gradients *g, int64_t kv_head, in
 }
 
 /* A tile with its arrays after it; NULL where there is no memory. */
-static GradTile *new_grad_tile(const Tile *w) {
-    GradTile *b = malloc(sizeof(GradTile) + sizeof(float) * (size_t)(TILE * (2 * w->padded + MAX_DIM)));
+static GradTile *new_grad_tile(const RoutedCall *p, const Tile *w) {
+    const int64_t spans = p->n_clusters / p->clusters_per_span + 1;
+    GradTile *b = malloc(sizeof(GradTile) + sizeof(float) * (size_t)(TILE * (2 * w->padded + MAX_DIM + 2 * spans)));
     if (!b) return NULL;
     b->along = (float *)(b + 1);
     b->move = b->along + TILE * w->padded;
     b->grads = b->move + TILE * w->padded;
+    b->by_std = b->grads + TILE * MAX_DIM;
+    b->pulled = b->by_std + TILE * spans;
     return b;
 }
 
@@ -202,7 +229,7 @@ static void run_parts(void *of, Jobs *jobs) {
     const Gradients *g = backward->g;
     const int64_t tiles = (p->n_query + TILE - 1) / TILE;
     Tile *w = prescore_new_tile(p, NULL);
-    GradTile *b = w ? new_grad_tile(w) : NULL;
+    GradTile *b = w ? new_grad_tile(p, w) : NULL;
     if (!b) __atomic_store_n(&backward->failed, 1, __ATOMIC_RELAXED);
     for (int64_t job; b && (job = next_job(jobs)) >= 0;) {
         const int64_t kv_head = job % p->kv_heads, part = job / p->kv_heads;

@@ -19,13 +19,18 @@ static void *aligned(char **at, size_t bytes) {
 /* A thread's memory; NULL where there is none. */
 Tile *prescore_new_tile(const RoutedCall *p, const LocalKeys *local) {
     const int64_t padded = p->n_columns + 16, tile = p->n_query < TILE ? p->n_query : TILE;
-    const size_t columns = sizeof(float) * (size_t)(tile * padded);
-    char *at = aligned_alloc(64, (sizeof(Tile) + 2 * columns + 64 * 4) / 64 * 64);
+    const int64_t spans = p->n_clusters / p->clusters_per_span + 1;
+    const size_t columns = sizeof(float) * (size_t)(tile * padded), numbers = sizeof(float) * (size_t)(TILE * spans);
+    char *at = aligned_alloc(64, (sizeof(Tile) + 2 * columns + 4 * numbers + 64 * 8) / 64 * 64);
     if (!at) return NULL;
     Tile *w = aligned(&at, sizeof(Tile));
     w->padded = padded;
     w->logits = aligned(&at, columns);
     w->cluster_hits = aligned(&at, columns);
+    w->std = aligned(&at, numbers);
+    w->least = aligned(&at, numbers);
+    w->reach = aligned(&at, numbers);
+    w->moved = aligned(&at, numbers);
     w->local = local;
     return w;
 }
@@ -63,9 +68,9 @@ void prescore_load_queries(const RoutedCall *p, Tile *w) {
     }
 }
 
-/* Logits of the columns, and `sqrt(q' V q)` and `C' q` of each query. */
+/* Logits of the columns, and `sqrt(q' V q)` of each query and span. */
 void prescore_begin_tile(const RoutedCall *p, Tile *w) {
-    const int64_t dim = p->dim, wide = p->value_dim, blocks = p->n_columns / 16;
+    const int64_t dim = p->dim, blocks = p->n_columns / 16;
     const float *columns = p->columns + w->kv_head * blocks * dim * 16;
     product(w->logits, w->padded, w->query, dim, 1, w->n, columns, 16, dim * 16, dim, w->columns, 0);
     for (int64_t t = 0; t < w->n; t++) {
@@ -73,20 +78,20 @@ void prescore_begin_tile(const RoutedCall *p, Tile *w) {
         for (int64_t i = p->sinks; i < p->sink_columns; i++) logits[i] = -INFINITY;
         for (int64_t i = p->sink_columns + w->clusters; i < w->columns; i++) logits[i] = -INFINITY;
     }
-    const int64_t cov = w->kv_head * p->n_covs + (w->clusters - 1) / p->clusters_per_cov;
-    product(w->moment, dim, w->query, dim, 1, w->n, p->key_cov + cov * dim * dim, dim, 16, dim, dim, 0);
-    product(w->direction, wide, w->query, dim, 1, w->n, p->key_value_cov + cov * dim * wide, wide, 16, dim, wide, 0);
-    for (int64_t t = 0; t < w->n; t++) {
-        const float square = dot(w->query + t * dim, w->moment + t * dim, dim), most = MAX_STD * MAX_STD;
-        const float s = sqrtf(square < 0 ? 0 : square <= most ? square : most); /* NaN counts as large */
-        w->std[t] = s > MIN_STD ? s : MIN_STD;
+    for (int64_t span = 0; span < w->spans; span++) {
+        product(w->scratch, dim, w->query, dim, 1, w->n, p->key_cov + cov_of(p, w, span) * dim * dim, dim, 16, dim, dim, 0);
+        for (int64_t t = 0; t < w->n; t++) {
+            const float square = dot(w->query + t * dim, w->scratch + t * dim, dim), most = MAX_STD * MAX_STD;
+            const float s = sqrtf(square < 0 ? 0 : square <= most ? square : most); /* NaN counts as large */
+            w->std[span * TILE + t] = s > MIN_STD ? s : MIN_STD;
+        }
     }
 }
 
-/* How far the log mass of a cluster lies above the logit of its centroid. All far keys count as `mass_keys` at
+/* How far the log mass of a cluster of a span lies above the logit of its centroid. All far keys count as `mass_keys` at
  * most, but at least as `mass_share` of their number. */
-float prescore_mass_of_cluster(const RoutedCall *p, const Tile *w, int64_t t) {
-    const float gain = 0.5f * w->std[t] * w->std[t], size = (float)p->cluster_size;
+float prescore_mass_of_cluster(const RoutedCall *p, const Tile *w, int64_t span, int64_t t) {
+    const float s = w->std[span * TILE + t], gain = 0.5f * s * s, size = (float)p->cluster_size;
     const float share = fmaxf(p->mass_share, p->mass_keys / ((float)w->clusters * size));
     return logf(size * fminf(share, 1.0f)) + fminf(gain, p->max_mass_gain);
 }
@@ -94,13 +99,20 @@ float prescore_mass_of_cluster(const RoutedCall *p, const Tile *w, int64_t t) {
 /* The logit from which on far keys are read: `min_weight` of the mass estimated before the search. Sinks count little. */
 void prescore_set_threshold(const RoutedCall *p, Tile *w, int64_t t) {
     const float *logits = w->logits + t * w->padded, elsewhere = p->lse[w->index[t]];
-    const floats behind = splat(prescore_mass_of_cluster(p, w, t)), part = splat(p->log_sink_weight);
+    const floats part = splat(p->log_sink_weight);
     floats top = splat(elsewhere), sum = splat(0);
-    for (int64_t c = 0; c < p->sink_columns; c += WIDTH) top = larger(top, load(logits + c) + part);
-    for (int64_t c = p->sink_columns; c < w->columns; c += WIDTH) top = larger(top, load(logits + c) + behind);
+    int64_t c = 0;
+    for (; c < p->sink_columns; c += WIDTH) top = larger(top, load(logits + c) + part);
+    for (int64_t span = 0; span < w->spans; span++) {
+        const floats behind = splat(prescore_mass_of_cluster(p, w, span, t));
+        for (; c < span_end(p, w, span); c += WIDTH) top = larger(top, load(logits + c) + behind);
+    }
     const floats peak = splat(largest(top));
-    for (int64_t c = 0; c < p->sink_columns; c += WIDTH) sum += vexp(load(logits + c) + part - peak);
-    for (int64_t c = p->sink_columns; c < w->columns; c += WIDTH) sum += vexp(load(logits + c) + behind - peak);
+    for (c = 0; c < p->sink_columns; c += WIDTH) sum += vexp(load(logits + c) + part - peak);
+    for (int64_t span = 0; span < w->spans; span++) {
+        const floats behind = splat(prescore_mass_of_cluster(p, w, span, t)) - peak;
+        for (; c < span_end(p, w, span); c += WIDTH) sum += vexp(load(logits + c) + behind);
+    }
     w->shift[t] = peak[0]; /* about the largest logit; more is done where a key read lies far above */
     w->threshold[t] = peak[0] + logf(total(sum) + expf(elsewhere - peak[0])) - p->log_inverse;
     p->threshold[w->index[t]] = w->threshold[t];
@@ -191,32 +203,48 @@ static int64_t attend_far(const RoutedCall *p, Tile *w) {
     return read;
 }
 
-/* Weights of sinks and centroids of a query, in place of their logits. Returns how far all values move along the direction.
+/* Weights of sinks and centroids of a query, in place of their logits, and how far the values of each span move along its direction.
  *
  * Logits within a cluster are taken as normal around that of the centroid, and cut off at the threshold. */
-static float weigh_columns(const RoutedCall *p, Tile *w, int64_t t) {
-    const float s = w->std[t];
-    const floats threshold = splat(w->threshold[t]), shift = splat(w->shift[t]), part = splat(1.0f / s);
+static void weigh_columns(const RoutedCall *p, Tile *w, int64_t t) {
+    const floats threshold = splat(w->threshold[t]), shift = splat(w->shift[t]);
     const floats size = splat((float)p->cluster_size);
     const int32_t *cluster_hits = w->cluster_hits + t * w->padded;
     float *logits = w->logits + t * w->padded;
-    floats mass = splat(0), moved = splat(0);
-    for (int64_t c = 0; c < p->sink_columns; c += WIDTH) {
+    floats mass = splat(0);
+    int64_t c = 0;
+    for (; c < p->sink_columns; c += WIDTH) {
         const floats x = vexp(load(logits + c) - shift);
         store(logits + c, x);
         mass += x;
     }
-    for (int64_t c = p->sink_columns; c < w->columns; c += WIDTH) {
-        const floats x = load(logits + c), left = size - __builtin_convertvector(*(const ints *)(cluster_hits + c), floats);
-        floats factor, move;
-        correct((threshold - x) * part, s, &factor, &move);
-        const floats weight = left * factor * vexp(x - shift); /* -inf in empty columns */
-        store(logits + c, weight);
-        mass += weight;
-        moved += weight * move;
+    for (int64_t span = 0; span < w->spans; span++) {
+        const float s = w->std[span * TILE + t];
+        const floats part = splat(1.0f / s);
+        floats moved = splat(0);
+        for (; c < span_end(p, w, span); c += WIDTH) {
+            const floats x = load(logits + c), left = size - __builtin_convertvector(*(const ints *)(cluster_hits + c), floats);
+            floats factor, move;
+            correct((threshold - x) * part, s, &factor, &move);
+            const floats weight = left * factor * vexp(x - shift); /* -inf in empty columns */
+            store(logits + c, weight);
+            mass += weight;
+            moved += weight * move;
+        }
+        w->moved[span * TILE + t] = total(moved);
     }
     w->mass[t] += total(mass);
-    return total(moved);
+}
+
+/* Move the values of the centroids of each span along its direction. */
+static void move_values(const RoutedCall *p, Tile *w) {
+    const int64_t dim = p->dim, wide = p->value_dim;
+    for (int64_t span = 0; span < w->spans; span++) {
+        for (int64_t t = 0; t < w->n; t++)
+            for (int64_t i = 0; i < dim; i += WIDTH)
+                store(w->scratch + t * dim + i, load(w->query + t * dim + i) * splat(w->moved[span * TILE + t]));
+        product(w->sums, wide, w->scratch, dim, 1, w->n, p->key_value_cov + cov_of(p, w, span) * dim * wide, wide, 16, dim, wide, 1);
+    }
 }
 
 static int64_t run_tile(const RoutedCall *p, Tile *w) {
@@ -227,18 +255,16 @@ static int64_t run_tile(const RoutedCall *p, Tile *w) {
     prescore_begin_tile(p, w);
     for (int64_t t = 0; t < w->n; t++) prescore_set_threshold(p, w, t);
     const int64_t read = attend_far(p, w);
-    float moved[TILE];
-    for (int64_t t = 0; t < w->n; t++) moved[t] = weigh_columns(p, w, t);
+    for (int64_t t = 0; t < w->n; t++) weigh_columns(p, w, t);
+    move_values(p, w);
     product(w->sums, wide, w->logits, w->padded, 1, w->n, p->column_values + w->kv_head * p->n_columns * wide, wide, 16,
             p->sink_columns + w->clusters, wide, 1);
     for (int64_t t = 0; t < w->n; t++) {
         if (w->shift[t] == -INFINITY) continue; /* saw nothing */
         float *output = p->output + w->index[t] * wide, *lse = p->lse + w->index[t];
         const float local = expf(*lse - w->shift[t]), mass = w->mass[t] + local;
-        for (int64_t i = 0; i < wide; i += WIDTH) {
-            const floats far = load(w->sums + t * wide + i) + load(w->direction + t * wide + i) * splat(moved[t]);
-            store(output + i, (load(output + i) * splat(local) + far) * splat(1.0f / mass));
-        }
+        for (int64_t i = 0; i < wide; i += WIDTH)
+            store(output + i, (load(output + i) * splat(local) + load(w->sums + t * wide + i)) * splat(1.0f / mass));
         *lse = w->shift[t] + logf(mass);
     }
     return read;

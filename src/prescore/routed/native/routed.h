@@ -51,8 +51,9 @@ typedef struct {
     const float *radius;                     /* [kv_heads, n_clusters, rounded up to 16] */
     const float *key_cov;                    /* [kv_heads, n_covs, dim, dim]: covariance of keys within clusters */
     const float *key_value_cov;              /* [kv_heads, n_covs, dim, value_dim]: of keys and values */
+    const float *units;                      /* [kv_heads, n_covs]: root-mean-square distance of keys from their centroids */
     int64_t kv_heads, n_query, length, dim, value_dim, cluster_size, sinks, sink_columns, n_columns, n_clusters, n_covs;
-    int64_t clusters_per_cov;
+    int64_t n_spans, clusters_per_span, clusters_per_cov; /* the first `n_spans` covariances are of spans that are complete */
     float scale, search_stds, heavy_stds, heavy_int8_error, margin, exact_margin, log_inverse;
     float max_mass_gain, mass_keys, mass_share, log_sink_weight;
     float *output, *lse; /* [kv_heads, n_query, value_dim], [kv_heads, n_query]: of what was read elsewhere; then of all */
@@ -74,13 +75,16 @@ typedef struct {
     int64_t kv_head, n, clusters, columns; /* columns are rounded up to 16 */
     int64_t index[TILE];                   /* of each query in [kv_heads, n_query] */
     int64_t padded;
-    float query[TILE * MAX_DIM], direction[TILE * MAX_DIM], moment[TILE * MAX_DIM]; /* q, C'q and V q */
+    int64_t spans;                                       /* that the queries see a part of */
+    float query[TILE * MAX_DIM], scratch[TILE * MAX_DIM]; /* q; of the span at hand V q, or how far values move */
     float pairs[TILE * MAX_DIM / 2]; /* bfloat16 queries as they are given, without the scale, two a number */
     int32_t int8[TILE * MAX_DIM / 4]; /* four numbers each */
     int32_t int8_start[TILE]; /* -KEY_ZERO times the sum of the query's int8 numbers */
-    float int8_scale[TILE], std[TILE], threshold[TILE];
+    float int8_scale[TILE], threshold[TILE];
     float shift[TILE], mass[TILE], sums[TILE * MAX_DIM]; /* of what was read: weights are exp(logit - shift) */
-    float least[TILE], reach[TILE]; /* int8 logits above the first are read; how far below it centroids may lie, by their spread */
+    float *std;           /* [spans, TILE], as the next three: of logits within clusters */
+    float *least, *reach; /* int8 logits above the first are read; how far below it centroids may lie, by their spread */
+    float *moved;         /* weights of the centroids times how far their values move, summed */
     int32_t n_hits[TILE];
     uint16_t near[TILE];                   /* which of sixteen clusters are within reach */
     uint16_t compared[TILE * 16], above[TILE * 16 + 32]; /* pairs of a query and a subcluster of a block; which keys reach the threshold */
@@ -100,7 +104,7 @@ void prescore_free_local(LocalKeys *local);
 void prescore_attend_local(const RoutedCall *p, Tile *w);
 void prescore_load_queries(const RoutedCall *p, Tile *w);
 void prescore_begin_tile(const RoutedCall *p, Tile *w);
-float prescore_mass_of_cluster(const RoutedCall *p, const Tile *w, int64_t t);
+float prescore_mass_of_cluster(const RoutedCall *p, const Tile *w, int64_t span, int64_t t);
 void prescore_begin_search(const RoutedCall *p, Tile *w);
 int64_t prescore_search(const RoutedCall *p, Tile *w, int64_t block);
 float prescore_exact_logits(const RoutedCall *p, Tile *w, int64_t t);
@@ -124,10 +128,21 @@ INLINE int64_t next_tile(const RoutedCall *p, Tile *w, int64_t kv_head, int64_t 
     w->kv_head = kv_head;
     w->clusters = p->visible[place_of(p, kv_head, begin)];
     w->columns = (p->sink_columns + w->clusters + 15) / 16 * 16;
+    w->spans = (w->clusters + p->clusters_per_span - 1) / p->clusters_per_span;
     w->n = 0;
     while (w->n < TILE && begin < stop && p->visible[place_of(p, kv_head, begin)] == w->clusters)
         w->index[w->n++] = kv_head * p->n_query + begin++;
     return begin;
+}
+
+/* Which covariance of all KV heads belongs to a span. */
+INLINE int64_t cov_of(const RoutedCall *p, const Tile *w, int64_t span) {
+    return w->kv_head * p->n_covs + (span + 1 < w->spans ? span : p->n_spans + (w->clusters - 1) / p->clusters_per_cov);
+}
+
+/* Where the columns of a span end; they begin where those before end, the first ones after the sinks. */
+INLINE int64_t span_end(const RoutedCall *p, const Tile *w, int64_t span) {
+    return span + 1 < w->spans ? p->sink_columns + (span + 1) * p->clusters_per_span : w->columns;
 }
 
 INLINE int64_t row_offset(const Rows *r, int64_t kv_head, int64_t row) { return r->at[kv_head] + row * r->step; }

@@ -10,26 +10,29 @@
 typedef struct {
     int64_t at, first, each; /* where it lies among blocks and among subclusters; subclusters of a cluster */
     int64_t group, begin;    /* the first of its sixteen clusters; of its subclusters among theirs */
+    const float *least, *reach; /* [TILE] of its span */
 } Block;
 
 INLINE Block block_of(const RoutedCall *p, const Tile *w, int64_t number) {
-    const int64_t each = p->cluster_size / 16, blocks = (p->n_clusters * each + 15) / 16;
-    return (Block){w->kv_head * blocks + number, w->kv_head * p->n_clusters * each + 16 * number, each, number / each * 16, number % each * 16};
+    const int64_t each = p->cluster_size / 16, blocks = (p->n_clusters * each + 15) / 16, group = number / each * 16;
+    const int64_t span = group / p->clusters_per_span * TILE;
+    return (Block){w->kv_head * blocks + number, w->kv_head * p->n_clusters * each + 16 * number, each, group, number % each * 16,
+                   w->least + span, w->reach + span};
 }
 
 /* To which of sixteen clusters a subcluster belongs. */
 INLINE int64_t cluster_of(const Block *b, int64_t i) { return (uint32_t)(b->begin + i) / (uint32_t)b->each; }
 
 /* Which of sixteen clusters are within reach of each query, as bits. */
-INLINE void clusters_within_reach(const RoutedCall *p, Tile *w, int64_t group) {
-    const float *radius = p->radius + w->kv_head * ((p->n_clusters + 15) / 16 * 16) + group;
-    const int64_t visible = w->clusters - group;
+INLINE void clusters_within_reach(const RoutedCall *p, Tile *w, const Block *b) {
+    const float *radius = p->radius + w->kv_head * ((p->n_clusters + 15) / 16 * 16) + b->group;
+    const int64_t visible = w->clusters - b->group;
     for (int64_t t = 0; t < TILE; t++) {
         unsigned near = 0;
         if (t < w->n && w->threshold[t] < INFINITY) {
-            const float *logits = w->logits + t * w->padded + p->sink_columns + group;
+            const float *logits = w->logits + t * w->padded + p->sink_columns + b->group;
             for (int k = 0; k < PER_BLOCK; k++)
-                near |= at_least(load(radius + k * WIDTH) * splat(w->reach[t]) + load(logits + k * WIDTH), splat(w->least[t])) << (k * WIDTH);
+                near |= at_least(load(radius + k * WIDTH) * splat(b->reach[t]) + load(logits + k * WIDTH), splat(b->least[t])) << (k * WIDTH);
         }
         w->near[t] = (uint16_t)(visible < 16 ? near & ((1u << visible) - 1) : near);
     }
@@ -66,7 +69,7 @@ INLINE int64_t subclusters_within_reach(const RoutedCall *p, Tile *w, const Bloc
     int8_products(p->sub_int8 + b->at * 64 * quarter, some, w->int8, quarter, w->int8_start, quarter, products);
     for (; some; some &= some - 1, products += 16) {
         const int64_t t = __builtin_ctz(some);
-        const floats unit = splat(w->int8_scale[t]), reach = splat(w->reach[t]), least = splat(w->least[t]);
+        const floats unit = splat(w->int8_scale[t]), reach = splat(b->reach[t]), least = splat(b->least[t]);
         floats centroids[PER_BLOCK];
         const unsigned near = in_near_clusters(p, w, t, b, centroids);
         unsigned own = 0;
@@ -120,7 +123,7 @@ INLINE int64_t compare_keys(const RoutedCall *p, Tile *w, const Block *b, int64_
 #else
         const ints *products = (const ints *)to;
 #endif
-        w->above[n] = (uint16_t)note_logits(products, scales, w->int8_scale[t], centroids[t * padded], w->least[t], to);
+        w->above[n] = (uint16_t)note_logits(products, scales, w->int8_scale[t], centroids[t * padded], b->least[t], to);
         w->compared[n] = (uint16_t)(t * 16 + i);
     }
     return n;
@@ -147,7 +150,7 @@ INLINE int64_t search_blocks(const RoutedCall *p, Tile *w, int64_t first, int64_
     for (int64_t number = first; number < stop; number++) {
         const Block b = block_of(p, w, number);
         int64_t n = 0;
-        if (number == first || b.begin == 0) clusters_within_reach(p, w, b.group);
+        if (number == first || b.begin == 0) clusters_within_reach(p, w, &b);
         compared += subclusters_within_reach(p, w, &b, within, quarter);
         for (int64_t i = 0; i < 16; i++) {
             const uint32_t some = having(within, 1u << i);
@@ -161,16 +164,15 @@ INLINE int64_t search_blocks(const RoutedCall *p, Tile *w, int64_t first, int64_
 
 /* Before the first search of a tile: nothing was found. */
 void prescore_begin_search(const RoutedCall *p, Tile *w) {
-    const int64_t cov = w->kv_head * p->n_covs + (w->clusters - 1) / p->clusters_per_cov;
-    float trace = 0;
-    for (int64_t i = 0; i < p->dim; i++) trace += p->key_cov[(cov * p->dim + i) * p->dim + i];
-    const float root = sqrtf(trace > MIN_STD * MIN_STD ? trace : MIN_STD * MIN_STD);
+    for (int64_t span = 0; span < w->spans; span++) {
+        const float unit = p->units[cov_of(p, w, span)], *std = w->std + span * TILE;
+        for (int64_t t = 0; t < w->n; t++) {
+            const float lowered = p->heavy_int8_error * std[t] - p->margin, heavy = p->heavy_stds - p->margin / std[t];
+            w->least[span * TILE + t] = w->threshold[t] - (lowered > 0 ? lowered : 0);
+            w->reach[span * TILE + t] = (heavy > p->search_stds ? heavy : p->search_stds) * std[t] / unit;
+        }
+    }
     for (int64_t t = 0; t < w->n; t++) {
-        const float lowered = p->heavy_int8_error * w->std[t] - p->margin;
-        w->least[t] = w->threshold[t] - (lowered > 0 ? lowered : 0);
-        const float heavy = p->heavy_stds - p->margin / w->std[t];
-        const float reach = (heavy > p->search_stds ? heavy : p->search_stds) * w->std[t];
-        w->reach[t] = reach / root;
         w->n_hits[t] = 0;
         memset(w->cluster_hits + t * w->padded, 0, sizeof(int32_t) * (size_t)w->columns);
     }
