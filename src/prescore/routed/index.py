@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -66,21 +66,25 @@ class KeyIndex:
         """All tensors by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
+    def having(self, **tensors: Tensor) -> KeyIndex:
+        """With other tensors of these names."""
+        return KeyIndex(self.clusters_per_span, **{**self.tensors(), **tensors})
+
     def map(self, change: Callable[[Tensor], Tensor]) -> KeyIndex:
         """Every tensor changed in the same way."""
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
+        return self.having(**{name: change(tensor) for name, tensor in self.tensors().items()})
 
     def under(self, covariance: int) -> KeyIndex:
         """With one of the covariances of the last span only."""
         some = slice(covariance, covariance + 1)
-        return replace(self, key_cov=self.key_cov[:, some], key_value_cov=self.key_value_cov[:, some])
+        return self.having(key_cov=self.key_cov[:, some], key_value_cov=self.key_value_cov[:, some])
 
     def chunks(self, some: slice, clusters_per_chunk: int) -> KeyIndex:
         """Some chunks with their clusters, as they were built."""
         clusters = slice(some.start * clusters_per_chunk, some.stop * clusters_per_chunk)
         everything = dict.fromkeys(("sink_key", "sink_value", "span_key_cov", "span_key_value_cov"), slice(None))
         axis = {**everything, "key_cov": some, "key_value_cov": some}
-        return replace(self, **{name: t[:, axis.get(name, clusters)] for name, t in self.tensors().items()})
+        return self.having(**{name: t[:, axis.get(name, clusters)] for name, t in self.tensors().items()})
 
     def of_head(self, head: int, n_clusters: int, covariance: int) -> KeyIndex:
         """What queries of one KV head read that see the first clusters, and one covariance of the last span."""
@@ -89,9 +93,8 @@ class KeyIndex:
         seen = {"sink_key": all_sinks, "sink_value": all_sinks, "key_cov": last, "key_value_cov": last}
         seen |= {"span_key_cov": spans, "span_key_value_cov": spans}
         tensors = {name: t[head, seen.get(name, slice(n_clusters))] for name, t in self.tensors().items()}
-        index, wide = replace(self, **tensors), self.centroid_key.dtype
-        return replace(
-            index,
+        index, wide = self.having(**tensors), self.centroid_key.dtype
+        return index.having(
             sink_key=index.sink_key.to(wide),
             sink_value=index.sink_value.to(wide),
             key_cov=torch.cat((index.span_key_cov, index.key_cov)),
@@ -154,7 +157,7 @@ class GrowingIndex:
             self._index = index
             if index.key_cov.shape[1] > 2:
                 latest = (index.key_cov[:, -2:].clone(), index.key_value_cov[:, -2:].clone())
-                self._index = replace(index, key_cov=latest[0], key_value_cov=latest[1])
+                self._index = index.having(key_cov=latest[0], key_value_cov=latest[1])
             if fewest >= self._n_chunks - 1:
                 return self._index
         return index
@@ -196,8 +199,8 @@ class GrowingIndex:
             ]
         self._sums = (sums[0], sums[1])
         if index is None:
-            return replace(new, **means)
-        return KeyIndex.cat([index, replace(new, **means)])
+            return new.having(**means)
+        return KeyIndex.cat([index, new.having(**means)])
 
 
 def sums_in_spans(

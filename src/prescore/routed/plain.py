@@ -14,7 +14,7 @@ wait for. There all far keys of a block are columns of matrix products, with wei
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -338,7 +338,7 @@ def _sums_again(
     dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor]:
     """The sums of the forward pass but for the keys read, as a function of all that gradients reach."""
-    seen, query = replace(seen, **{name: leaves[name] for name in SEEN}), leaves["query"]
+    seen, query = seen.having(**{name: leaves[name] for name in SEEN}), leaves["query"]
     logits = far_logits(query, seen)
     threshold = with_gradient(leaves["threshold"], logits, seen, view.log_inverse)
     return far_sums(far_terms(query, seen, logits, threshold, per_cluster), shift, seen, dropout)

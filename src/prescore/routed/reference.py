@@ -18,7 +18,6 @@ All functions but `search_bounds` and `find_keys`, which make discrete choices, 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -167,12 +166,13 @@ def covariances_of_spans(index: KeyIndex, layout: Layout) -> KeyIndex:
 
     Without a causal mask every query sees all chunks, and only the last of these means is kept.
     """
-    size, means = layout.chunks_per_span, {}
+    size = layout.chunks_per_span
+    means: dict[str, Tensor] = {}
     for name in ("key_cov", "key_value_cov"):
         totals, count = sums_in_spans(getattr(index, name), size, 0, None)
         mean = totals / count.to(totals.dtype)
         means |= {name: mean if layout.causal else mean[:, -1:], f"span_{name}": mean[:, size - 1 :: size]}
-    return replace(index, **means)
+    return index.having(**means)
 
 
 def take(tensor: Tensor, positions: Tensor) -> Tensor:
@@ -477,8 +477,7 @@ def reference_attention(
         n_clusters = count * layout.clusters_per_chunk
         size = layout.chunks_per_span
         spans = [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
-        seen = replace(
-            index.of_head(0, n_clusters, 0),
+        seen = index.of_head(0, n_clusters, 0).having(
             key_cov=torch.stack([index.key_cov[0, span].mean(0) for span in spans]),
             key_value_cov=torch.stack([index.key_value_cov[0, span].mean(0) for span in spans]),
         )
