@@ -13,7 +13,7 @@ from routed_checks import attend, check_native, check_routed, check_stats, needs
 
 from fuzz import check
 from prescore import Exact, Routed, exact_attention, prescored_attention
-from prescore.routed import native, reference
+from prescore.routed import layout, native, reference
 from prescore.routed.native import library
 
 SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
@@ -55,6 +55,15 @@ def test_the_threshold_falls_where_there_are_many_far_keys(is_causal, monkeypatc
         monkeypatch.setattr(module, "MASS_KEYS", 40)
     assert check_routed(SMALL, few, is_causal=is_causal)["far_keys_read"] > before["far_keys_read"]
     assert check_native(WIDE, many, is_causal=is_causal)["far_keys_read"] > native_before["far_keys_read"]
+
+
+@needs_native
+@both
+def test_every_span_has_its_covariances(is_causal, monkeypatch):
+    for module, name in ((layout, "SPAN_CLUSTERS"), (routed_oracles, "SPAN")):
+        monkeypatch.setattr(module, name, 16)
+    check_routed(SMALL, tensors(300, heads=2, kv_heads=1, batch=1), is_causal=is_causal)
+    check_native(WIDE.replace(cluster_size=16), large(), is_causal=is_causal)
 
 
 @both

@@ -14,15 +14,25 @@ import torch
 from breaks import Break
 from decode_checks import NATIVE as NATIVE_STEPS
 from decode_checks import SMALL, check_crop, check_reorder, check_steps
+from oracles import routed
 from oracles.inputs import attention_tensors
 from routed_checks import check_native, check_reference, check_routed, check_stats, oracle_truth
 
 from prescore import Routed
+from prescore.routed import layout
 from prescore.routed.native import build, library
 
 WIDE = SMALL.replace(cluster_size=32, chunk_size=32)
 """Clusters of two subclusters."""
 NATIVE = Routed(min_weight=1 / 32, cluster_size=32, chunk_size=64, sinks=3, exact_until=0)
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch):
+    """Spans of 16 clusters, so that small calls see some."""
+    for module, name in ((layout, "SPAN_CLUSTERS"), (routed, "SPAN")):
+        monkeypatch.setattr(module, name, 16)
+
 
 # --- checks
 
@@ -64,8 +74,8 @@ def stats():
     check_stats(config, tensors)
 
 
-def native_tensors():
-    sizes = {"heads": 4, "kv_heads": 2, "n_keys": 330, "dim": 32, "value_dim": 48}
+def native_tensors(n_keys=330):
+    sizes = {"heads": 4, "kv_heads": 2, "n_keys": n_keys, "dim": 32, "value_dim": 48}
     tensors = attention_tensors(**sizes, spread=1.0, dtype=torch.float32)
     tensors[1][:, :, 10::32] *= 4
     return tensors
@@ -73,6 +83,10 @@ def native_tensors():
 
 def native():
     check_native(NATIVE, native_tensors())
+
+
+def native_spans():
+    check_native(NATIVE.replace(cluster_size=16), native_tensors(800), is_causal=True)
 
 
 def native_sharp():
@@ -99,11 +113,12 @@ CHECKS = {
     "stats": stats,
     "decode": decode,
     "native": native,
+    "native spans": native_spans,
     "native sharp": native_sharp,
     "native forward": native_forward,
     "native decode": partial(check_crop, NATIVE_STEPS, 130),
 }
-NATIVE_CHECKS = ("native", "native sharp", "native forward", "native decode")
+NATIVE_CHECKS = ("native", "native spans", "native sharp", "native forward", "native decode")
 
 # --- the table
 
@@ -112,7 +127,7 @@ BREAKS = {
     ("reference.py", "subclusters"): [
         ("searched within one deviation", ".clamp_min(SEARCH_STDS) * logits.std", " * 0 + logits.std"),
         ("half of the spread", "(squares @ shares.t()).sqrt()", "(squares @ shares.t()).sqrt() / 2"),
-        ("no radius", "reach * (index.radius / unit)", "0 * reach * (index.radius / unit)"),
+        ("no radius", "reach * index.radius", "0 * reach * index.radius"),
     ],
     ("reference.py", "sharp"): [
         ("light keys read exactly", "LIGHT_WEIGHT = 64", "LIGHT_WEIGHT = 1"),
@@ -130,7 +145,12 @@ BREAKS = {
             "layout.cluster_size))\n",
             "layout.cluster_size), power_iterations=0)\n",
         ),
-        ("covariance of one chunk", "parts.cumsum(1) / count[:, None, None]", "parts + 0 * count[:, None, None]"),
+        ("covariances of one chunk", "totals / count.to(totals.dtype)", "getattr(index, name)"),
+        (
+            "spans are a cluster longer",
+            "interleave(index.clusters_per_span,",
+            "interleave(index.clusters_per_span + 1,",
+        ),
         ("keys read stay in the centroid", "[1] - per_cluster", "[1] - 0 * per_cluster"),
         ("no gain", "0.5 * std * std + shifted - unshifted", "0 * (shifted - unshifted)"),
         ("values do not move", "(1 - slope / std).clamp(-1, 1)", "0 * slope"),
@@ -250,7 +270,16 @@ BREAKS = {
         ("keys read stay in the centroid", "left = size - __builtin", "left = size - 0.0f * __builtin"),
         ("coarser query", "largest(most) / 127.0f", "largest(most) / 7.0f"),
         ("threshold too low", "- p->log_inverse;", "- 1.1f * p->log_inverse;"),
+    ],
+    ("routed.h", "native"): [
         ("the last span under its first chunk", "(w->clusters - 1) / p->clusters_per_cov", "0"),
+    ],
+    ("routed.h", "native spans"): [
+        ("every span under the covariance of the last", "span + 1 < w->spans ? span :", "span + 1 < 0 ? span :"),
+        ("spans begin too late", "(span + 1) * p->clusters_per_span :", "(span + 2) * p->clusters_per_span :"),
+    ],
+    ("native.py", "native spans"): [
+        ("no gradient through spans in C", "totals[name].tensor_split(", "(0 * totals[name]).tensor_split("),
     ],
     ("local.c", "native"): [
         ("later keys are read", "for (int64_t c = stop; c < n; c++)", "for (int64_t c = n; c < n; c++)"),

@@ -216,5 +216,7 @@ def sums_in_spans(
     if n_before and before is not None:
         filled[:, n_before - 1] = before[:, 0]
     totals = filled.unflatten(1, (-1, chunks_per_span)).cumsum(2).flatten(1, 2)
-    count = torch.arange(n_before, n_before + n_chunks, device=parts.device) % chunks_per_span + 1
+    count = (
+        torch.arange(n_before, n_before + n_chunks, dtype=torch.int64, device=parts.device) % chunks_per_span + 1
+    )
     return totals[:, n_before : n_before + n_chunks], count[:, None, None]
