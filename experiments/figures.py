@@ -640,6 +640,19 @@ def claims(name: str) -> Table:
     return table(("claim", *(" ".join(q) for q in quantities)), made)
 
 
+@figure
+def seeds_held(claim: str, quantity: str, reading: str) -> str:
+    """In how many draws of the planted model, at all numbers of keys, a claim held."""
+    checks = [
+        check["held"]
+        for record in [*read("planted/sizes"), *read("planted")]
+        if record.config["part"] == "claims" and record.config["reading"] == reading
+        for check in record.results["checks"]
+        if check["claim"] == claim and check["quantity"].startswith(quantity)
+    ]
+    return f"{sum(checks)} of {len(checks)}"
+
+
 _CONCLUSIONS = (
     *(
         "min signal leverage / max",
