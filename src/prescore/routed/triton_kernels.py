@@ -208,23 +208,22 @@ def local_part(
         first = split * clusters_per_split
         last = tl.minimum(first + clusters_per_split, most)
         centroids = centroid_key + head * n_tables * D
-        mass, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
         for span in tl.range(first // clusters_per_span, tl.cdiv(last, clusters_per_span), disable_licm=True):
             std = _std(
                 query, rows, mask, key_cov + head * n_covs * D * D, n_clusters, span, n_spans, clusters_per_span,
                 clusters_per_cov, scale, n_dim, ROWS, D, PRECISION, MIN_STD, MAX_STD,
             )  # fmt: skip
             tl.store(stds + (head * spans + span) * n_rows + row, std)
-            # `reference.mass_logits`, but for what all clusters gain
-            gain = tl.minimum(0.5 * std * std, MAX_MASS_GAIN)
-            stop = tl.minimum((span + 1) * clusters_per_span, last)
-            for block in tl.range(tl.maximum(span * clusters_per_span, first), stop, CLUSTERS, disable_licm=True):
-                column = block + tl.arange(0, CLUSTERS)
-                logits = _centroid_logits(
-                    query, rows, mask, centroids, column, stop, scale, n_dim, ROWS, D, PRECISION
-                )
-                seen = (column[None, :] < n_clusters[:, None]) & (column < stop)[None, :]
-                mass, total = _add_mass(mass, total, tl.where(seen, logits + gain[:, None], NEGATIVE))
+        tl.debug_barrier()  # other threads may load them
+        # `reference.mass_logits`, but for what all clusters gain
+        mass, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
+        for block in tl.range(first, last, CLUSTERS, disable_licm=True):
+            column = block + tl.arange(0, CLUSTERS)
+            logits = _centroid_logits(query, rows, mask, centroids, column, last, scale, n_dim, ROWS, D, PRECISION)
+            std = tl.load(stds + (head * spans + block // clusters_per_span) * n_rows + row)
+            logits += tl.minimum(0.5 * std * std, MAX_MASS_GAIN)[:, None]
+            seen = (column[None, :] < n_clusters[:, None]) & (column < last)[None, :]
+            mass, total = _add_mass(mass, total, tl.where(seen, logits, NEGATIVE))
         tl.store(masses + (head * (splits + 1) + split) * n_rows + row, mass + tl.log(total))
     else:
         dim, value_dim, is_routed = tl.arange(0, D), tl.arange(0, DV), n_clusters > 0
