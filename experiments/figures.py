@@ -556,6 +556,18 @@ def equal_reads(folder: str) -> Table:
 
 
 @figure
+def swept() -> Table:
+    """Loss above exact attention by noise and delta, with half of its interval over seeds."""
+    cells = {(s.axes["scorer.noise"], s.axes["min_fraction"]): s for s in summaries("sweep") if s.axes}
+    deltas = sorted({delta for _, delta in cells})
+    rows = [
+        (f"{noise:g}", *(paper.above(cells[noise, delta]) for delta in deltas))
+        for noise in sorted({noise for noise, _ in cells})
+    ]
+    return table(("noise", *(f"delta {delta:g}" for delta in deltas)), rows)
+
+
+@figure
 def paper_loss(folder: str, label: str, which: str = "all") -> str:
     """The loss of exact attention, or what a method is above it; on all documents or the first context."""
     (s,) = (s for s in summaries(folder, FIRST_CONTEXT if which == "first" else "") if s.label == label)

@@ -80,7 +80,7 @@ baselines | language | 81 min, 4096 and 8192 tokens | language/baselines
     Appendix H: other families | Every baseline, the paper's methods and the default at equal keys read.
 appendix-i | language | 9 min, 1024 tokens | language/appendix-i
     Appendix I | Gaussian kernel k-means under the early coupling.
-sweep | sweep | as many rows as given
+sweep | sweep | as many rows as given | language/sweep
     clusters, noise, delta, blocks, samples | Loss for all combinations: --set scorer.n_clusters=8,16.
 """
 """Two lines for an item: name, kind, time, records, topics; what it is in the paper, what it measures."""
