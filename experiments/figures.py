@@ -497,19 +497,17 @@ def step_speedup() -> str:
 
 # The paper's language experiments, beside its figures.
 
-FIRST_CONTEXT = "sample.jsonl#66f36490"
 
-
-def summaries(folder: str, document: str = "") -> list[Summary]:
-    """Every method of a folder, on the documents whose name begins so and that do not repeat themselves."""
+def summaries(folder: str) -> list[Summary]:
+    """Every method of a folder, on the documents that do not repeat themselves."""
     records, _ = paper.informative(read(f"language/{folder}"))
-    return summarise([r for r in records if r.config["document"].startswith(document)])
+    return summarise(records)
 
 
 @figure
 def appendix_a(scorers: str, samples: str) -> Table:
-    """Budgets by scorers, PPL / PPL*: k-means on all contexts, or every scorer on the first one."""
-    measured = summaries("appendix-a", FIRST_CONTEXT if scorers == "all" else "")
+    """Budgets by scorers, PPL / PPL*, on the first context."""
+    measured = summaries("appendix-a")
     names = [name for name in dict.fromkeys(s.axes.get("scorer", "none") for s in measured) if name != "none"]
     shown = [name for name in names if scorers in ("all", name)]
     return paper.by_budget(measured, {name: (name, int(samples)) for name in shown})
@@ -568,9 +566,9 @@ def swept() -> Table:
 
 
 @figure
-def paper_loss(folder: str, label: str, which: str = "all") -> str:
-    """The loss of exact attention, or what a method is above it; on all documents or the first context."""
-    (s,) = (s for s in summaries(folder, FIRST_CONTEXT if which == "first" else "") if s.label == label)
+def paper_loss(folder: str, label: str) -> str:
+    """The loss of exact attention, or what a method is above it."""
+    (s,) = (s for s in summaries(folder) if s.label == label)
     return f"{s.loss:.3f}" if s.is_exact else paper.signed(s.above_exact)
 
 

@@ -60,7 +60,7 @@ corollary-1 | planted | 4 s | planted | singleton, variance ratio
     Corollary 1 | Singletons are clusters of their own; D_min of the variance-ratio model.
 claim-1 | planted | 2 min | planted | l_p
     Claim 1 | l_p clustering and sensitivities.
-appendix-a | language | 60 min, 1024 tokens | language/appendix-a
+appendix-a | language | 7 min, 1024 tokens | language/appendix-a
     Appendix A | Budget by residual samples by blockwise flag for k-means, k-median, leverage and Gaussian k-means.
 appendix-b | planted | 3 s | planted | counterexample
     Appendix B | Without normalisation k-means loses the signal.
