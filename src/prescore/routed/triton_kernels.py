@@ -401,71 +401,69 @@ def far_part(
         total = tl.load(totals + at, mask=is_first, other=0.0)
         whole = at[:, None] * DV + value_dim[None, :]
         output = tl.load(outputs + whole, mask=is_first[:, None], other=0.0)
-        first_span = first // clusters_per_span
-        for span in tl.range(first_span, tl.cdiv(last, clusters_per_span), disable_licm=True):
+        moved = tl.zeros([ROWS], tl.float32)
+        for block in tl.range(first, last, CLUSTERS, disable_licm=True):
             # `reference.search_bounds`
+            span = block // clusters_per_span
             std = tl.load(stds + (head * spans + span) * n_rows + row)
             which = tl.maximum(_covariance(n_clusters, span, n_spans, clusters_per_span, clusters_per_cov), 0)
             reach = (
                 tl.maximum(HEAVY_STDS - margin / std, SEARCH_STDS) * std / tl.load(units + head * n_covs + which)
             )
             lowered = threshold - tl.maximum(HEAVY_INT8_ERROR * std - margin, 0.0)
-            moved = tl.zeros([ROWS], tl.float32)
-            stop = tl.minimum((span + 1) * clusters_per_span, last)
-            for block in tl.range(tl.maximum(span * clusters_per_span, first), stop, CLUSTERS, disable_licm=True):
-                tl.debug_barrier()  # lists are shared by all threads
-                logits, seen, own_counts, n_found, more_compared, more_read = _search(
-                    query + head * query_head, rows, mask, query_int8 + (head * n_rows + tile * ROWS) * D,
-                    query_units + head * n_rows + tile * ROWS, n_clusters, threshold, lowered, reach,
-                    centroid_key + head * n_tables * D, positions + head * n_tables * SIZE,
-                    int8 + head * n_tables * SIZE * D, scales + head * n_tables * SIZE,
-                    sub_int8 + head * n_tables * (SIZE // SUBCLUSTER) * D,
-                    sub_scales + head * n_tables * (SIZE // SUBCLUSTER),
-                    spread + head * n_tables * (SIZE // SUBCLUSTER), radius + head * n_tables, estimates, hits,
-                    block, stop, scale, n_dim,
-                    ROWS, D, SIZE, KEYS, PRECISION,
-                )  # fmt: skip
-                n_compared, n_read = n_compared + more_compared, n_read + more_read
-                tl.debug_barrier()
-                for begin in tl.range(0, n_found, KEYS, disable_licm=True):
-                    slot = begin + tl.arange(0, KEYS)
-                    listed = slot < n_found
-                    pending = tl.load(
-                        estimates + slot[None, :] * ROWS + in_tile[:, None], mask=listed[None, :], other=NEGATIVE
-                    )
-                    position = tl.load(hits + slot, mask=listed, other=0)
-                    heavy = pending >= (threshold + exact_margin)[:, None]
-                    if tl.max(tl.max(heavy.to(tl.int32), 1), 0) > 0:
-                        exact = _logits(
-                            query + head * query_head, rows, mask, key + head * key_head, position * key_step,
-                            listed, scale, n_dim, ROWS, KEYS, WIDTH, PRECISION, INTERPRETED,
-                        )  # fmt: skip
-                        pending = tl.where(heavy, exact, pending)
-                    values = tl.load(
-                        value + head * value_head + position[:, None] * value_step + value_dim[None, :],
-                        mask=listed[:, None], other=0.0,
-                    )  # fmt: skip
-                    peak, total, moved, output = _fold(
-                        peak, total, moved, output, pending, values, PRECISION, INTERPRETED
-                    )
-                # `reference.far_terms`, `reference.far_sums`
-                gain, move = _centroid_corrections(
-                    threshold[:, None] - logits, std[:, None], MAX_GAIN, MAX_DISTANCE
+            moved *= tl.where(block % clusters_per_span == 0, 0.0, 1.0)  # a span begins
+            tl.debug_barrier()  # lists are shared by all threads
+            logits, seen, own_counts, n_found, more_compared, more_read = _search(
+                query + head * query_head, rows, mask, query_int8 + (head * n_rows + tile * ROWS) * D,
+                query_units + head * n_rows + tile * ROWS, n_clusters, threshold, lowered, reach,
+                centroid_key + head * n_tables * D, positions + head * n_tables * SIZE,
+                int8 + head * n_tables * SIZE * D, scales + head * n_tables * SIZE,
+                sub_int8 + head * n_tables * (SIZE // SUBCLUSTER) * D,
+                sub_scales + head * n_tables * (SIZE // SUBCLUSTER),
+                spread + head * n_tables * (SIZE // SUBCLUSTER), radius + head * n_tables, estimates, hits,
+                block, last, scale, n_dim,
+                ROWS, D, SIZE, KEYS, PRECISION,
+            )  # fmt: skip
+            n_compared, n_read = n_compared + more_compared, n_read + more_read
+            tl.debug_barrier()
+            for begin in tl.range(0, n_found, KEYS, disable_licm=True):
+                slot = begin + tl.arange(0, KEYS)
+                listed = slot < n_found
+                pending = tl.load(
+                    estimates + slot[None, :] * ROWS + in_tile[:, None], mask=listed[None, :], other=NEGATIVE
                 )
-                unread = SIZE - own_counts
-                columns = logits + gain + tl.log(tl.maximum(unread, 1).to(tl.float32))
-                columns = tl.where(seen & (unread > 0), columns, NEGATIVE)
-                cluster = block + tl.arange(0, CLUSTERS)
+                position = tl.load(hits + slot, mask=listed, other=0)
+                heavy = pending >= (threshold + exact_margin)[:, None]
+                if tl.max(tl.max(heavy.to(tl.int32), 1), 0) > 0:
+                    exact = _logits(
+                        query + head * query_head, rows, mask, key + head * key_head, position * key_step,
+                        listed, scale, n_dim, ROWS, KEYS, WIDTH, PRECISION, INTERPRETED,
+                    )  # fmt: skip
+                    pending = tl.where(heavy, exact, pending)
                 values = tl.load(
-                    centroid_value + (head * n_tables + cluster)[:, None] * DV + value_dim[None, :],
-                    mask=(cluster < stop)[:, None], other=0.0,
+                    value + head * value_head + position[:, None] * value_step + value_dim[None, :],
+                    mask=listed[:, None], other=0.0,
                 )  # fmt: skip
                 peak, total, moved, output = _fold(
-                    peak, total, moved, output, columns, values, PRECISION, INTERPRETED
+                    peak, total, moved, output, pending, values, PRECISION, INTERPRETED
                 )
-                shift = tl.where(peak == NEGATIVE, 0.0, peak)
-                moved += tl.sum(tl.exp(columns - shift[:, None]) * move, 1)
-            of_span = ((head * splits + split) * spans_per_split + span - first_span) * n_rows + row
+            # `reference.far_terms`, `reference.far_sums`
+            std = tl.load(stds + (head * spans + block // clusters_per_span) * n_rows + row)
+            gain, move = _centroid_corrections(threshold[:, None] - logits, std[:, None], MAX_GAIN, MAX_DISTANCE)
+            unread = SIZE - own_counts
+            columns = logits + gain + tl.log(tl.maximum(unread, 1).to(tl.float32))
+            columns = tl.where(seen & (unread > 0), columns, NEGATIVE)
+            cluster = block + tl.arange(0, CLUSTERS)
+            values = tl.load(
+                centroid_value + (head * n_tables + cluster)[:, None] * DV + value_dim[None, :],
+                mask=(cluster < last)[:, None], other=0.0,
+            )  # fmt: skip
+            peak, total, moved, output = _fold(peak, total, moved, output, columns, values, PRECISION, INTERPRETED)
+            shift = tl.where(peak == NEGATIVE, 0.0, peak)
+            moved += tl.sum(tl.exp(columns - shift[:, None]) * move, 1)
+            # the last block of a span stays
+            part = block // clusters_per_span - first // clusters_per_span
+            of_span = ((head * splits + split) * spans_per_split + part) * n_rows + row
             tl.store(moves + of_span, moved)
             tl.store(move_peaks + of_span, peak)
         tl.store(peaks + at, peak)

@@ -318,7 +318,7 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
         units[i] = sqrtf(units[i]);
     }
     RoutedCall p = {
-        .query = queries, .key = keys, .value = values, .visible = visible, .local_start = local_start, .local_stop = local_stop,
+        .query = queries, .key = keys, .value = values, .far_key = keys, .far_value = values, .visible = visible, .local_start = local_start, .local_stop = local_stop,
         .columns = column_keys, .column_values = column_values, .positions = c.positions, .int8 = c.int8, .scales = c.scales,
         .sub_int8 = sub_int8, .sub_scales = sub_scales, .spread = spread, .radius = radius, .key_cov = c.key_cov,
         .key_value_cov = c.key_value_cov, .kv_heads = HEADS, .n_query = QUERY_HEADS * n, .length = n, .dim = dim, .value_dim = wide,

@@ -19,7 +19,7 @@ static void *aligned(char **at, size_t bytes) {
 /* A thread's memory; NULL where there is none. */
 Tile *prescore_new_tile(const RoutedCall *p, const LocalKeys *local) {
     const int64_t padded = p->n_columns + 16, tile = p->n_query < TILE ? p->n_query : TILE;
-    const int64_t spans = p->n_clusters / p->clusters_per_span + 1;
+    const int64_t spans = p->n_clusters ? p->n_clusters / p->clusters_per_span + 1 : 1;
     const size_t columns = sizeof(float) * (size_t)(tile * padded), numbers = sizeof(float) * (size_t)(TILE * spans);
     char *at = aligned_alloc(64, (sizeof(Tile) + 2 * columns + 4 * numbers + 64 * 8) / 64 * 64);
     if (!at) return NULL;

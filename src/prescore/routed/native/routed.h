@@ -128,7 +128,7 @@ INLINE int64_t next_tile(const RoutedCall *p, Tile *w, int64_t kv_head, int64_t 
     w->kv_head = kv_head;
     w->clusters = p->visible[place_of(p, kv_head, begin)];
     w->columns = (p->sink_columns + w->clusters + 15) / 16 * 16;
-    w->spans = (w->clusters + p->clusters_per_span - 1) / p->clusters_per_span;
+    w->spans = w->clusters ? (w->clusters - 1) / p->clusters_per_span + 1 : 0;
     w->n = 0;
     while (w->n < TILE && begin < stop && p->visible[place_of(p, kv_head, begin)] == w->clusters)
         w->index[w->n++] = kv_head * p->n_query + begin++;
