@@ -152,10 +152,10 @@ class LayerCache:
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add the keys and values of new tokens; after an eviction the next step adds them to the selection."""
         held = self.held
-        if held is not None and held.key.shape[:2] != key.shape[:2]:
+        if held is not None and held.recent[0].shape[:2] != key.shape[:2]:
             raise ValueError(
                 f"past_key_values must be of as many sequences and heads as the inputs, "
-                f"{tuple(key.shape[:2])}, got {tuple(held.key.shape[:2])}"
+                f"{tuple(key.shape[:2])}, got {tuple(held.recent[0].shape[:2])}"
             )
         self.n_tokens += key.shape[2]
         if self.buffer is not None:

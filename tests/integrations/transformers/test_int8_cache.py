@@ -9,6 +9,7 @@ from tiny_models import forward, prompts, steps, tiny
 
 import prescore
 from prescore import Exact
+from prescore.integrations import decode
 from prescore.integrations.decode import LayerCache
 from prescore.integrations.transformers.cache import PrescoredCache
 from prescore.routed.decode import StepAttention
@@ -162,7 +163,10 @@ def test_the_fast_path_gives_what_all_keys_give(model, monkeypatch):
         monkeypatch.setattr(
             StepAttention, "attend_int8_rows", lambda *args: (called.append(0), original(*args))[1]
         )
+        copies, copy_of = [], decode.from_int8_rows
+        monkeypatch.setattr(decode, "from_int8_rows", lambda *args: (copies.append(0), copy_of(*args))[1])
         fast = steps(model, cache, IDS[:, 200:240], MASK[:, :200])
+        assert len(copies) <= 2 * 2 * 2 * 2  # keys and values, at most twice, in two steps of two layers
         # a layer reads all keys at the first step, and where a chunk becomes far
         assert len(called) == 2 * (40 - 2)
         monkeypatch.setattr(LayerCache, "reads_int8_rows", lambda _: False)

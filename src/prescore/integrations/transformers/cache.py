@@ -229,7 +229,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         held = self.cache.held
         if held is None:
             return
-        batch = held.key.shape[0]
+        batch = held.recent[0].shape[0]
         if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < batch:
             raise ValueError(f"indices must lie between 0 and {batch - 1}, got {indices.tolist()}")
         self.cache.take(indices)
@@ -240,7 +240,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         checks.integer("repeats", repeats, minimum=1)
         held = self.cache.held
         if held is not None:
-            sequences = torch.arange(held.key.shape[0], dtype=torch.int64, device=held.key.device)
+            sequences = torch.arange(held.recent[0].shape[0], dtype=torch.int64, device=held.recent[0].device)
             self.batch_select_indices(sequences.repeat_interleave(repeats))
 
 
@@ -464,12 +464,12 @@ def _load_layer(entry: Values, prefix: str, tensors: dict[str, Tensor], settings
     _require(not cache.evicted or cache.evict, "keys are missing without evict=True")
     held = cache.held
     if held is not None:
-        valid, batch = cache.valid, held.key.shape[0]
+        valid, batch = cache.valid, held.recent[0].shape[0]
         _require(
             valid is None or (valid.dtype, *valid.shape) == (torch.bool, batch, n_tokens),
             f"the mask of padding is not [{batch}, {n_tokens}] bool",
         )
-        restored.lazy_initialization(held.key, held.value)
+        restored.lazy_initialization(*held.recent)
         restored.show()
     return restored
 
