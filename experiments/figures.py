@@ -25,6 +25,7 @@ from prescore.bench.tables import MISSING, Table
 from prescore.paper import printed
 from prescore.paper import tables as paper
 from prescore.paper.planted.tables import claim_table, recall_settings, recall_table
+from prescore.paper.reuse import reuse_table
 from prescore.paper.selections import selection_table, universal_set_table
 from prescore.paper.speed import length_table
 
@@ -563,6 +564,12 @@ def swept() -> Table:
         for noise in sorted({noise for noise, _ in cells})
     ]
     return table(("noise", *(f"delta {delta:g}" for delta in deltas)), rows)
+
+
+@figure
+def reused() -> Table:
+    """Loss above exact attention of steps over a selection that is made once, or again."""
+    return reuse_table(read("language/reuse"))
 
 
 @figure

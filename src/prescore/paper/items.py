@@ -46,7 +46,7 @@ figure-glm3 | language | none yet; --coupling corrected: cells of appendix-a | l
     Figure GLM3, its observations | Loss and time against budget as its file runs: flag, blocks over all keys.
 scoring | speed | 1 min | speed/scoring
     section 3: cost of scoring | Time of scorers by keys and dimensions, of the preset by budget and clusters.
-reuse | reuse | 4 min, 1,280 tokens
+reuse | reuse | 1 min, 1,280 tokens | language/reuse
     section 3: a selection reused in decoding | Loss of 256 steps whose keys are selected once, or again and again.
 universal-set | language | 21 min, 1024 tokens | language/universal-set, selection
     section 2: universal set with HyperAttention inside | Loss of attention over keys of leverage at least eps.
