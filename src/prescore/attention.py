@@ -111,35 +111,36 @@ def prescored_attention(
         key: `[B, Hkv, Nk, D]`, `Hq` a multiple of `Hkv`; finite where it is not padding.
         value: `[B, Hkv, Nk, Dv]`, likewise.
         config: How to attend: a `Routed`, `Selected`, `Hyper` or `Exact`; None = `Routed()`.
-        is_causal: Queries are the last `Nq` positions and see no later key. What comes later changes no earlier
-            output: to the bit for `Routed`, and up to rounding for `Selected` and `Hyper`, which compute in
-            float64 where any lse is above 1024.
+        is_causal: Queries are the last `Nq` positions and see no later key. Later queries, keys and values change
+            no earlier output (except with `Lsh(alignment="rank")`). With `Routed` earlier outputs stay equal to
+            the bit, with `Selected` and `Hyper` up to rounding: any lse above 1024 makes the call run in float64.
         key_padding_mask: `[B, Nk]`, True = a real key. A causal query before the first or after the last real key
-            sees nothing: output 0, lse -inf. One of padding between real keys sees those before it, and is read
-            as zeros where it holds NaN or infinity.
+            sees nothing: output 0, lse -inf. A causal query at padding between real keys sees the real keys
+            before the query; NaN and infinity in such a query count as 0.
         scale: Factor of the logits, any finite number; `D ** -0.5` by default.
-        generator: Seed, generator or None; or one seed for each sequence, which otherwise share their draws.
-        selection: With a `Selected`: use this selection instead of making one. Without a configuration: as
-            `Selected(remainder="none")` would, exactly over these keys (in causal mode in addition to its exact
-            leaves).
-        dropout_p: Probability of dropping an attention weight, for training: the kept ones are scaled by
-            `1 / (1 - p)`, lse counts all keys as before, and a centroid is dropped as a whole. Each sequence
-            and head draws its own, and the backward pass draws again rather than store. The fused operators cannot
-            do this, so the plain backend runs, which is slower.
+        generator: A seed, a generator or None: all sequences share the draws. Or a list with one seed for each
+            sequence.
+        selection: With a `Selected`: use this selection instead of making one. Without a configuration, the call
+            runs as `Selected(remainder="none")`: exactly over the selected keys, and in causal mode also over the
+            leaf of each query.
+        dropout_p: Probability of dropping an attention weight, for training. Weights that are kept are scaled by
+            `1 / (1 - p)`; lse counts all keys, dropped ones too; a centroid is dropped as a whole. Every sequence
+            and head draws other numbers. The backward pass draws the same numbers again, so none are stored. The
+            fused operators cannot drop weights, so the plain backend runs, which is slower.
         dropout_generator: Seed or generator of the dropout alone, so that it may change from step to step
             while the selection does not; None = from `generator` too.
         group: Context parallel: a `torch.distributed` process group or one-dimensional `DeviceMesh` whose ranks
             hold equal, consecutive shards of the sequence. Every rank passes its shard of query, key, value and
-            mask, gets its shard of the result, and must take part in the backward pass. No `selection` and no
-            dropout there, and `Aux.selection` is empty: selections stay with the ranks that hold the keys. See
-            docs/parallel.md.
+            mask, gets its shard of the result, and must take part in the backward pass. With a group, `selection`
+            and dropout are refused, and `Aux.selection` is empty: selections stay with the ranks that hold the
+            keys. See docs/parallel.md.
         backend: `auto`, `native` (C on CPUs, for `Routed`), `triton` (kernels on GPUs, for `Routed`), `plain`
             (plain torch), or one of torch's fused operators, `cpu-flash` or `cuda-efficient`. A named backend runs
             or raises with its reasons. Without native code or kernels `auto` runs a `Routed` exactly, unless
             `exact_until` is below its default.
         return_aux: Also return lse, the selection and stats.
-        **others: Nothing but what callers of `scaled_dot_product_attention` write: `attn_mask=None` and
-            `enable_gqa`, as grouped heads need no word here.
+        **others: Only `attn_mask=None` and `enable_gqa`, as callers of `scaled_dot_product_attention` write them.
+            Neither changes anything: grouped heads always work.
 
     Returns:
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
@@ -334,7 +335,7 @@ def _attend_in_group(
     explain: bool,
     refusal: Exception | None,
 ) -> Result:
-    """The same where the ranks of a group hold shards of the sequence."""
+    """What `attend` does where the ranks of a group hold shards of the sequence."""
     with ExitStack() as guards:
         try:
             query, key, value = guards.enter_context(without_autocast(*tensors))
@@ -348,7 +349,7 @@ def _attend_in_group(
 def _checked(
     query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options, *, is_parallel: bool
 ) -> tuple[Config, Operator]:
-    """The configuration that will run, and its operator if nothing is dropped; refuses what cannot."""
+    """Refuse a call that cannot run; else the configuration that will run, and the operator without dropout."""
     if config is None and options.selection is not None:
         config = Selected(remainder="none")
     config = check_config(config)
@@ -396,10 +397,11 @@ def score(
         key: `[B, Hkv, N, D]`.
         scorer: A name of `list_scorers()`, or a scorer object.
         key_padding_mask: `[B, N]`, True = a real key.
-        generator: Seed, generator or None; or one seed for each sequence, which otherwise share their draws.
+        generator: A seed, a generator or None: all sequences share the draws. Or a list with one seed for each
+            sequence.
 
     Returns:
-        `[B, Hkv, N]` in at least float32; higher = kept, padded keys -inf, sinks not raised.
+        `[B, Hkv, N]` in at least float32; higher = kept, padded keys -inf. Sinks have the score that they earn.
     """
     chosen = as_scorer(scorer)
     with without_autocast(key):
@@ -445,7 +447,7 @@ def select(
 def select_by(
     key: Tensor, config: Selected, *, key_padding_mask: Tensor | None = None, generator: Generator = None
 ) -> Selection:
-    """The keys that a configuration keeps of all of them, whatever it does with them afterwards."""
+    """The keys that Algorithm 1 keeps under a configuration; settings of attention play no part."""
     checks.keys(key, key_padding_mask)
     streams = as_streams(generator, batch=key.shape[0])
     if 0 in key.shape[:3]:

@@ -50,8 +50,8 @@ class Lsh(_Settings):
         block_size: Keys in an LSH block; 0 switches the blocks off.
         sample_size: Residual samples, with replacement; 0 switches the residual off.
         n_projections: Hash bits.
-        alignment: Which block a query reads: `hash` (the one its own hash falls into, strictly causal in queries
-            too) or `rank` (published: the block of its rank among all queries).
+        alignment: Which block a query reads. `hash`: the block of the query's hash; later queries change nothing.
+            `rank`, as published: the block of the query's rank among all queries; later queries change it.
     """
 
     block_size: int = 256
@@ -72,12 +72,13 @@ class Lsh(_Settings):
 class Coupling(_Settings):
     """How a selection enters attention. The defaults are the corrected integration (GLM3).
 
-    The other value of each field is one artefact of the paper's early integration (Appendix F).
+    The other values of `mask`, `residual_weight` and `overlap` are the three artefacts of the paper's early
+    integration (Appendix F). `blocks="all"` is what the published GLM3 file does.
 
     Attributes:
         mask: `exclude` unselected keys, or `zero` them and their values, so that each still adds `e^0`.
         residual_weight: The residual is scaled by the number of `selected` keys, or of `all` keys.
-        overlap: A key that block and sample both hold counts once (`exclude`) or twice (`count`).
+        overlap: A key in the block and in the sample of a query counts once (`exclude`) or twice (`count`).
         blocks: LSH blocks are cut over the `selected` keys (Algorithm 2), or over `all` keys with the unselected
             ones masked (the published GLM3 file).
     """
@@ -107,13 +108,13 @@ class Routed(_Settings):
 
     Attributes:
         min_weight: A far key is read if the search finds its estimated attention weight to be at least this, in
-            (0, 1]. Smaller values read more keys: smaller error, more time. 1 reads no far key. Where a
-            query sees more than 16,384 far keys, less is enough: down to half of this.
+            (0, 1]. Smaller values read more keys: smaller error, more time. 1 reads no far key. For a query
+            that sees more than 16,384 far keys the bound falls, at most to half of this.
         cluster_size: Keys per cluster, at most.
         chunk_size: A causal query reads its own and the previous chunk of this many keys exactly.
         sinks: The first positions of the sequence, read exactly by every query.
         exact_until: Causal queries before this position read every key. Without a causal mask, calls with at
-            most so many queries are exact. Exact attention is faster there.
+            most `exact_until` queries are exact. Exact attention is faster for such queries.
     """
 
     min_weight: float = 1 / 4096
@@ -140,20 +141,20 @@ class Selected(_Settings):
             of the causal grid keeps that many of its own keys. 1024 where neither this nor `min_score` is given.
         min_score: Instead of `top_k`: keep every key that scores at least this (the paper's universal set).
         selector: `top` scores, or `sample` without replacement in proportion to the score.
-        sinks: The first real positions, always kept, inside the budget, attended exactly (with
-            `coupling.mask="zero"` they are kept like any other selected key).
-        recent: The last real positions, likewise.
+        sinks: How many of the first real positions are always kept. They count towards `top_k` and are attended
+            exactly (with `coupling.mask="zero"`: like any other selected key).
+        recent: How many of the last real positions are always kept, in the same way.
         min_fraction: delta of Algorithm 2: with fewer than `min_fraction * n` keys selected, attention runs
             unfiltered.
-        remainder: What represents the unselected keys: `none` (paper), or one mean per cluster: of the scorer's
-            clusters or, where it makes none, of k-means with its defaults (`centroids`), or of a clustering scorer
-            given here, such as `KMeans(n_clusters=64)`.
+        remainder: What represents the unselected keys. `none` (paper): nothing. `centroids`: one mean per cluster
+            of the scorer, or of k-means with default settings if the scorer makes no clusters. A clustering
+            scorer, such as `KMeans(n_clusters=64)`: one mean per cluster of that scorer.
         inner: Attention over the selected keys: `Exact()`, or an `Lsh(...)` for HyperAttention (paper).
         min_seq_len: Causal leaves have this many keys and are exact. With an `Lsh`, blocks with fewer queries than
-            this are exact over their selected keys. A block of the causal grid counts all its positions, however
-            many of them are queries of this call, so that later tokens change nothing.
+            this are exact over their selected keys. All positions of a block of the causal grid count as queries,
+            also positions without a query in this call, so that later tokens change nothing.
         leaf_inclusive: True: blocks with at most `min_seq_len` queries are exact over all their keys, before
-            anything is scored (the paper's blockwise flag). So is every decode step.
+            anything is scored (the paper's blockwise flag). Decode steps then read every key.
         coupling: How the selection enters attention, see `Coupling`.
     """
 

@@ -1,8 +1,8 @@
 """How each call of one layer is answered during a generation, and what later calls reuse.
 
-A layer is called with chunks of a prompt, then with a few new tokens at a time. `LayerCache` decides how each call
-is answered: `PrescoredLayer` holds one for keys in a cache of ours, `ExternalCache` one for models that pass all
-keys at every step.
+A layer is called with chunks of a prompt, then with a few new tokens at a time. A `LayerCache` decides how each
+call is answered. A `PrescoredLayer`, the layer of a `PrescoredCache`, has a `LayerCache` with the keys. An
+`ExternalCache`, for models that pass all keys at every step, has a `LayerCache` without keys.
 """
 
 from __future__ import annotations
@@ -72,9 +72,12 @@ class CachedKeys(NamedTuple):
 
 
 class Step(NamedTuple):
-    """How a call is answered: a path and the answer, None = the caller attends, exactly or as for a prompt.
+    """How a call is answered.
 
-    `why_exact` says why a step reads every key.
+    Attributes:
+        path: `PROMPT`, `OVER_SELECTION`, `OVER_CLUSTERS` or `OVER_ALL`.
+        result: The answer; None = the caller attends: as for a prompt under `PROMPT`, else exactly.
+        why_exact: Why a step reads every key.
     """
 
     path: str
@@ -88,16 +91,16 @@ def keeps_selection(config: Config) -> bool:
 
 
 class LayerCache:
-    """What one layer keeps between calls: keys and values, a selection or a key index.
+    """What one layer keeps between calls: keys and values, and a selection or a key index.
 
     Args:
         evict: Free the keys and values once a selection is made; the selection is then final.
         refresh_every: Select again after so many tokens; None = never.
-        no_index: Why the key index of a `Routed` is not kept; empty = it is, as all changes of the keys go through
-            this object.
+        no_index: Why the key index of a `Routed` is not kept; empty = the key index is kept, because keys change
+            only through this object.
         warned: Warnings already given; layers that share the set warn once.
-        dtype: `torch.int8`: keys and values behind the local keys of a `Routed` become int8 rows, where native
-            steps can read them; None = all stay in the model's dtype.
+        dtype: `torch.int8`: sinks, far keys and their values under a `Routed` become int8 rows, where native steps
+            can read them; None = all keys and values stay in the model's dtype.
 
     Attributes:
         n_tokens: Tokens so far, those evicted included.
@@ -164,7 +167,7 @@ class LayerCache:
             self.buffer = KVBuffer(key, value)
 
     def settle(self) -> None:
-        """After a call: what no later query reads as a local key becomes int8 rows, where they are asked for."""
+        """After a call, with `dtype=torch.int8`: keys that no later query reads as local keys become int8 rows."""
         config = None if self.chosen_by is None else self.chosen_by[0]
         if self.dtype is None or self.buffer is None or not isinstance(config, Routed):
             return
@@ -174,13 +177,13 @@ class LayerCache:
             self.buffer.pack(layout.far_end - (0 if self.valid is None else layout.chunk_size))
 
     def reads_int8_rows(self) -> bool:
-        """Whether the next call, a step of one query, can read int8 rows: such a call needs new keys alone."""
+        """Whether the next call, a step of one query, can read int8 rows; then it is given the new key alone."""
         if self.buffer is None or not self.buffer.n_int8 or self._steps is None or self.valid is not None:
             return False
         return self._steps[1].reads_int8_rows(self.n_tokens, self.buffer.n_int8)
 
     def all_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values, where a call was given new ones alone because steps can read int8 rows."""
+        """All keys and values; `key` and `value` may be the new ones alone, given to a step over int8 rows."""
         if self.buffer is None or key.shape[2] >= self.n_tokens:
             return key, value
         return self.buffer.key, self.buffer.value
@@ -231,7 +234,7 @@ class LayerCache:
     def prompt_index(self, keys: CachedKeys, config: Config, options: Options) -> GrowingIndex | None:
         """The key index of the tokens so far, which the next chunk of the prompt extends, as steps do.
 
-        None where it would not be that of the keys: padding, gradients, or another kind of attention.
+        None with padding, gradients or dropout, under another configuration, and where no key index is kept.
         """
         if not isinstance(config, Routed) or self.no_index or not keys.in_order:
             return None
@@ -381,16 +384,16 @@ def _n_selectable(n_keys: int, n_query: int) -> int:
 
 
 class ExternalCache(threading.local):
-    """Reuses one selection for a model whose cache is not ours, as long as each call continues the one before.
+    """Reuses one selection for a model whose cache is no `PrescoredCache`, while each call continues the last.
 
     Such a model passes all keys at every step, and no object that could hold a state. So every step compares some
-    keys of the prompt, and all keys after it, with those of the step before:
+    keys of the prompt, and all keys after the prompt, with those of the step before:
 
     - another prompt: a new selection is made;
     - only later keys differ (reordered beams): the selection stays, and recent keys are read again;
-    - keys differ that the selection was made from: it is made again from as many keys.
+    - keys differ that the selection was made from: the selection is made again, from as many keys.
 
-    It follows one generation at a time, hence one state per thread; a copy starts without state.
+    An `ExternalCache` follows one generation at a time, so it has one state per thread. A copy has no state.
     """
 
     def __init__(self) -> None:
@@ -475,8 +478,8 @@ class SelectionState:
     Attributes:
         config: The configuration of the selection.
         buffer: The entries and the tokens since.
-        n_selected_from: Keys that were there when it was made.
-        n_entries: Entries that represent them: selected keys, then centroids.
+        n_selected_from: How many keys there were when the selection was made.
+        n_entries: Entries that represent these keys: selected keys, then centroids.
         n_centroids: How many of the entries are centroids.
     """
 
@@ -597,7 +600,7 @@ class KVBuffer:
 
     Attributes:
         length: Positions in use.
-        n_int8: How many of them, the first ones, are int8 rows.
+        n_int8: How many of the first positions are int8 rows.
     """
 
     def __init__(
@@ -662,7 +665,7 @@ class KVBuffer:
             table[:, :, start:stop] = more
 
     def pack(self, stop: int) -> None:
-        """Let the positions before `stop` be int8 rows; those that are stay so."""
+        """Turn the positions before `stop` into int8 rows, except those that are int8 rows already."""
         n_new = min(stop, self.length) - self.n_int8
         if n_new <= 0 or len(self._tables) > 2 or records_gradients(*self._tables):
             return
@@ -701,7 +704,7 @@ class KVBuffer:
 
 
 def _roomy(table: Tensor, n_used: int) -> Tensor:
-    """A copy of `[B, H, n, D]` with room for later positions behind the `n_used` that will be used now."""
+    """A copy of `[B, H, n, D]` with room for later positions after the `n_used` that are used now."""
     room = table.new_empty(*table.shape[:2], n_used + max(_MIN_ROOM, n_used // 8), table.shape[3])
     room[:, :, : table.shape[2]] = table
     return room

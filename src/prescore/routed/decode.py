@@ -1,9 +1,9 @@
 """Routed attention of the newest tokens of a growing sequence, over the key index of all earlier ones.
 
-The caller owns keys and values and passes all of them; the key index holds what was derived from them. New tokens
-are local keys until their chunk is far; then the chunk joins the key index. A step computes the logits of the
-centroids, searches, and reads sinks, local keys and the far keys that it finds. Many new tokens at once are a
-chunk of a prompt: an ordinary call with the same key index.
+The caller owns keys and values. A call gets all keys and values, or int8 rows in place of the sinks and far ones
+(`attend_int8_rows`). New tokens are local keys until their chunk is far; then the chunk joins the key index. A
+step computes the logits of the centroids, searches, and reads sinks, local keys and the far keys that it finds.
+Many new tokens at once are a chunk of a prompt: an ordinary call with the same key index.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from prescore.routed.reference import log_inverse_weight
 from prescore.types import Attended, Reads, Values
 
 MANY = 16
-"""New tokens from which on one native call is faster than steps, which keep their arrays."""
+"""From so many new tokens on, one native call is faster than steps, which use prepared arrays again."""
 
 
 class StepAttention:
-    """Attention of the newest tokens; each gives the row of one full causal call. Without gradients.
+    """Attention of the newest tokens, without gradients; a token gets its row of a causal call over all tokens.
 
     Args:
         config: The configuration.
         scale: Factor of the logits.
         start: `[B]` index of each sequence's first real token (left padding), or None = all 0.
-        index: The key index of the tokens before, where there is one; with it `start` is None.
+        index: The key index of the earlier tokens; None = there is none yet. Not together with `start`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StepAttention:
         self.reads = Reads(0.0)
         """Keys and centroids that a query read in the last step, on average over the sequences."""
         self.stats: Values = {}
-        """Of the last step: which backend ran; empty where nothing was far."""
+        """Which backend ran in the last step; empty where nothing was far."""
         if start is not None:
             checks.integer("start", int(start.min()), minimum=0)
             self._alone = [(first, StepAttention(config, scale=scale)) for first in start.tolist()]
@@ -93,7 +93,10 @@ class StepAttention:
         return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*steps, strict=True)))
 
     def reads_int8_rows(self, n_keys: int, n_rows: int) -> bool:
-        """Whether a step with `n_keys` keys reads the first `n_rows` as far keys, and all others as local ones."""
+        """Whether the next step, with `n_keys` keys, can read the first `n_rows` as int8 rows.
+
+        These must be the sinks and far keys, all others local keys, and a native step must be prepared.
+        """
         layout = make_layout(1, n_keys, causal=True, config=self._config)
         if self._prepared is None or self._kind[-1:] != (loaded_level(),) or not layout.n_chunks:
             return False
@@ -101,7 +104,10 @@ class StepAttention:
         return layout.far_end == n_rows and self._index.holds(self._prepared[0], n_clusters)
 
     def attend_int8_rows(self, query: Tensor, key: Tensor, value: Tensor, far: tuple[Tensor, Tensor]) -> Attended:
-        """A step of one query over local keys and values, and int8 rows before them, where `reads_int8_rows`."""
+        """A step of one query over local keys and values and the int8 rows `far` before them.
+
+        `reads_int8_rows` must have said that this is possible.
+        """
         n_rows, shape = far[0].shape[2], query.shape[:3]
         layout = make_layout(1, n_rows + key.shape[2], causal=True, config=self._config)
         if self._prepared is None or not self.reads_int8_rows(layout.n_keys, n_rows):
@@ -115,7 +121,7 @@ class StepAttention:
         return Attended(attended.output.reshape(*shape, -1), attended.lse.reshape(shape))
 
     def crop(self, n_keys: int) -> None:
-        """Drop the key index if a chunk in it loses keys; the next step builds it again."""
+        """Drop the key index if one of its chunks loses keys; the next step builds the key index again."""
         self._index.crop(n_keys)
         for first, sequence in self._alone:
             sequence.crop(n_keys - first)

@@ -22,21 +22,22 @@ SUMMED = (
 class KeyIndex:
     """`T` KV heads with `S` sinks and `C` chunks, cut into `M` clusters of `L` keys, `B` subclusters each.
 
-    Consecutive chunks form *spans*. A query reads one covariance of each span that it sees a part of. Native code
-    stores positions as int32 and int8 keys in another order (`native.build_index`). The fields of one KV head, as
-    the functions of the reference take them, have no `T`, and `key_cov` and `key_value_cov` have the covariances
-    of all spans that are seen, the last one as far as it is.
+    Consecutive chunks form *spans*. A query reads one covariance of each span of which it sees a chunk. Native
+    code stores positions as int32, and int8 keys in another order (`native.build_index`). The functions of the
+    reference take the fields of one KV head (`of_head`): without `T`, and with one covariance per span in
+    `key_cov` and `key_value_cov`. The last covariance is the mean over the chunks of the last span that the query
+    sees.
 
     Attributes:
         clusters_per_span: Clusters of a span.
         sink_key, sink_value: `[T, S, D]`, `[T, S, Dv]` the first keys and values.
         centroid_key, centroid_value: `[T, M, D]`, `[T, M, Dv]` in the accumulation dtype.
-        key_cov: `[T, C, D, D]` covariance of keys within clusters: of each chunk, as they are built. Queries read
-            means over the chunks of its span up to each (`reference.covariances_of_spans`), or only of the last
-            chunk that they see where `C` is 1.
-        key_value_cov: `[T, C, D, Dv]` covariance of keys and values, likewise.
-        span_key_cov, span_key_value_cov: `[T, P, D, D]`, `[T, P, D, Dv]` means over each span that is complete; as
-            built, `P` is 0.
+        key_cov: `[T, C, D, D]` covariance of keys within clusters. `build_index` gives that of each chunk. Queries
+            read means (`reference.covariances_of_spans`): entry `i` is the mean over the chunks of a span, from
+            the first one to chunk `i`. Where only the last mean is kept, `C` is 1.
+        key_value_cov: `[T, C, D, Dv]` covariance of keys and values within clusters, in the same form.
+        span_key_cov, span_key_value_cov: `[T, P, D, D]`, `[T, P, D, Dv]` means over each complete span; `P` is 0
+            in what `build_index` returns.
         positions: `[T, M, L]` where the keys of each cluster are, one subcluster after the other.
         int8, scales: `[T, M, L, D]` differences of keys and centroids as whole numbers from -63 to 63, and
             `[T, M, L]` what a unit is worth.
@@ -75,7 +76,7 @@ class KeyIndex:
         return self.having(**{name: change(tensor) for name, tensor in self.tensors().items()})
 
     def under(self, covariance: int) -> KeyIndex:
-        """With one of the covariances of the last span only."""
+        """This index with a single entry of `key_cov` and `key_value_cov`, the one of this number."""
         some = slice(covariance, covariance + 1)
         return self.having(key_cov=self.key_cov[:, some], key_value_cov=self.key_value_cov[:, some])
 
@@ -87,7 +88,7 @@ class KeyIndex:
         return self.having(**{name: t[:, axis.get(name, clusters)] for name, t in self.tensors().items()})
 
     def of_head(self, head: int, n_clusters: int, covariance: int) -> KeyIndex:
-        """What queries of one KV head read that see the first clusters, and one covariance of the last span."""
+        """The fields of one KV head for queries that see the first `n_clusters`, under this entry of `key_cov`."""
         spans = slice((n_clusters - 1) // self.clusters_per_span)
         last, all_sinks = slice(covariance, covariance + 1), slice(None)
         seen = {"sink_key": all_sinks, "sink_value": all_sinks, "key_cov": last, "key_value_cov": last}
@@ -117,10 +118,10 @@ Build = Callable[[Tensor, Tensor, Layout, int, str], KeyIndex]
 
 
 class GrowingIndex:
-    """The key index of sequences that are read in several calls, by which only chunks that are new are built.
+    """The key index of sequences that are read in several calls: each call builds only the new chunks.
 
-    Chunks of a prompt and steps use the same one. For calls without gradients and padding; its owner drops it
-    where keys change. A copy grows apart.
+    Chunks of a prompt and steps share one `GrowingIndex`. It serves calls without gradients and padding. The owner
+    must drop it when keys change. A copy and the original grow independently.
 
     Args:
         build: Builds the key index of new chunks.
@@ -138,8 +139,8 @@ class GrowingIndex:
     ) -> KeyIndex:
         """The key index of all far chunks, at least one, of keys `[B, Hkv, N, D]`.
 
-        Its covariances are those of queries that see the first `n - R + 1`, ..., `n` of its `n` chunks. Some query
-        sees `fewest` chunks, and `R` suffices for it. None = every query sees all chunks of the layout.
+        Of `n` chunks, the covariances are those of queries that see the first `n - R + 1`, ..., `n` chunks. `R` is
+        large enough for a query that sees `fewest` chunks. None = every query sees all chunks of the layout.
         """
         made_for = (backend, layout.sinks, layout.chunk_size, layout.cluster_size)
         made_for = (*made_for, *key.shape[:2], key.shape[-1], value.shape[-1], key.dtype, key.device)

@@ -1,7 +1,7 @@
 """The specification of `Routed` in plain torch: key index, threshold, search, centroids, softmax.
 
-Every backend computes what this file says; docs/default.md says it in words. The key index is built once, from
-keys and values alone (`build_index`). Then each query, with `q` the query times the scale:
+Every backend computes what this file says; docs/default.md has the same in words. The key index is built once,
+from keys and values alone (`build_index`). Then each query does five things; `q` is the query times the scale. It
 
 1. estimates the standard deviation `s = sqrt(q' V q)` of the logits within clusters (`far_logits`);
 2. sets a logit threshold, `min_weight` of the attention mass that it can estimate (`logit_threshold`);
@@ -11,8 +11,8 @@ keys and values alone (`build_index`). Then each query, with `q` the query times
    (`centroid_corrections`);
 5. takes one softmax over local keys, sinks, keys read and centroids (`far_terms`, `far_sums`, `hit_logits`).
 
-All functions but `search_bounds` and `find_keys`, which make discrete choices, are differentiable.
-`reference_attention` puts them together for one head; the backends run them tile by tile.
+The tree, int8 keys, subclusters and the search (`search_bounds`, `find_keys`) are discrete. All other functions
+are differentiable. `reference_attention` puts the functions together for one head; the backends work tile by tile.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ SUBCLUSTER = 16
 SEARCH_STDS = 2.75
 """A subcluster is searched where its centroid lies within so many standard deviations of the threshold."""
 HEAVY_WEIGHT = 0.05
-"""A key of this weight is found even where it is extreme: see the next two constants."""
+"""A heavy key has this weight; the search reaches further for it (`HEAVY_STDS`, `HEAVY_INT8_ERROR`)."""
 HEAVY_STDS = 4.0
 """How many standard deviations a heavy key may lie above the centroid of its subcluster."""
 CLUSTER_REACH = 1.5
-"""How much wider clusters are searched than subclusters: comparing subclusters costs less than comparing keys."""
+"""The reach of clusters over that of subclusters: comparing subclusters costs less than comparing keys."""
 HEAVY_INT8_ERROR = 0.1
-"""How far the int8 logit of a heavy key may be too low, in standard deviations of the logits within clusters."""
+"""How much too low the int8 logit of a heavy key may be, in standard deviations of the logits within clusters."""
 LIGHT_WEIGHT = 64
-"""Keys read that weigh less than so many times `min_weight`, and less than `HEAVY_WEIGHT`, have int8 logits."""
+"""Keys read have int8 logits if they weigh less than 64 times `min_weight`, and less than `HEAVY_WEIGHT`."""
 SINK_WEIGHT = 0.1
 """Share of the sinks' mass that the threshold counts: trained models give sinks weight, but values near zero."""
 MAX_GAIN = 2.0
@@ -52,9 +52,9 @@ MAX_GAIN = 2.0
 MAX_MASS_GAIN = 4.0
 """The same bound where the threshold is set, before any key was read."""
 MASS_KEYS = 16384
-"""Far keys that the threshold counts at most: of more keys each weighs less, and more of their mass is unread."""
+"""Far keys that the threshold counts at most: the more keys, the less each weighs, and the more mass is unread."""
 MASS_SHARE = 0.5
-"""Share of the far keys that it counts at least: else queries of even weights would read a share of all keys."""
+"""Share of the far keys that the threshold counts at least, so that queries of even weights read few keys."""
 MIN_STD, MAX_STD = 1e-3, 1e15
 """Bounds on the standard deviation of logits within clusters."""
 MAX_DISTANCE = 1e30
@@ -147,10 +147,11 @@ def subcluster_levels(cluster_size: int) -> int:
 
 
 def subclusters(offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`[T, M, L, D]` of clusters in tree order -> of each 16 keys: mean `[T, M, S, D]` and spread `[T, M, S]`.
+    """Offsets `[T, M, L, D]` in tree order -> of every 16 keys the mean `[T, M, S, D]` and spread `[T, M, S]`.
 
-    The spread is the root of the mean squared distance of the keys from their mean. The third result, `[T, M]`, is
-    the largest such root in each cluster, of distances from its centroid, times `CLUSTER_REACH`.
+    The spread is the root-mean-square distance of the 16 keys from their mean. The third result, `[T, M]`, is the
+    radius: `CLUSTER_REACH` times the root-mean-square distance of 16 keys from the centroid of the cluster, for
+    the subcluster where this distance is largest.
     """
     member = torch.arange(offset.shape[2], dtype=torch.int64, device=offset.device) // SUBCLUSTER
     shares = (member == member[::SUBCLUSTER, None]).to(offset.dtype)
@@ -162,9 +163,9 @@ def subclusters(offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def covariances_of_spans(index: KeyIndex, layout: Layout) -> KeyIndex:
-    """An index as built -> under the means that queries read: over the chunks of each span, up to each chunk.
+    """Replace the covariance of each chunk by the mean that queries read: over its span, up to this chunk.
 
-    Without a causal mask every query sees all chunks, and only the last of these means is kept.
+    Without a causal mask every query sees all chunks, and only the mean at the last chunk is kept.
     """
     size = layout.chunks_per_span
     means: dict[str, Tensor] = {}
@@ -257,8 +258,8 @@ def logit_threshold(logits: FarLogits, index: KeyIndex, log_inverse: float, loca
     """`[t]` the logit above which a far key is read: `min_weight` of the mass estimated before the search.
 
     Args:
-        logits: Of the queries.
-        index: What they see.
+        logits: Far logits of the queries.
+        index: The key index, as far as the queries see it.
         log_inverse: `log_inverse_weight(min_weight)`.
         local_lse: `[t]` log-sum-exp of the local keys.
     """
@@ -293,11 +294,12 @@ def search_bounds(
     """`[t, M, S]` how far above the centroid an int8 logit must lie for a key to be read; NaN = not searched.
 
     A query compares the subclusters of clusters whose centroid lies within reach of the threshold, and the keys of
-    subclusters whose centroid does. The reach is `SEARCH_STDS` standard deviations of the logits within clusters,
-    times the radius of the cluster, or the spread of the subcluster, over the same distance of all keys. An
-    isolated key makes both large. A key of `HEAVY_WEIGHT` lies `margin` above the threshold. In sharp heads it is
-    found up to `HEAVY_STDS` deviations above its centroid, and the threshold is lowered where its int8 logit may
-    lie below it. The second result counts the int8 keys and centroids of subclusters that are compared.
+    subclusters whose centroid lies within reach. The reach is `SEARCH_STDS` standard deviations of the logits
+    within clusters, times the radius of the cluster or the spread of the subcluster, over the same distance of all
+    keys of the span. An isolated key makes radius and spread large. A key of `HEAVY_WEIGHT` lies `margin` above
+    the threshold. In sharp heads the reach finds such a key up to `HEAVY_STDS` deviations above the centroid, and
+    the threshold is lowered where the int8 logit of such a key may lie below the threshold. The second result
+    counts the int8 keys and centroids of subclusters that are compared.
     """
     size, n_subclusters = index.positions.shape[1], index.spread.shape[1]
     margin = heavy_margin(log_inverse)

@@ -1,4 +1,4 @@
-"""`PrescoredCache`: a transformers cache that also holds the selections and clusters of each layer."""
+"""`PrescoredCache`: a transformers cache that also holds the selection or the key index of each layer."""
 
 from __future__ import annotations
 
@@ -32,28 +32,29 @@ from prescore.types import Values
 
 NAME = "prescored"
 NAMES = {NAME}
-"""Every name under which transformers calls our attention; a kernel has that of its repository."""
+"""Every name under which transformers calls our attention; a kernel has the name of the kernel's repository."""
 CACHE_ARGUMENT = "prescore_cache"
-"""By this name an attention module gets its cache once more, and passes it on to the attention function."""
+"""The argument by which an attention module gets the cache a second time, and passes it to our function."""
 _FORMAT = "prescore-cache-5"
 
 
 class PrescoredCache(DynamicCache):
-    """Keys, values and selections of a generation.
+    """Keys and values of a generation, and the key index of a `Routed` or the selection of a `Selected`.
 
-    Pass it as `past_key_values` to `generate` or to a model; `prescore.apply` makes one by itself. At the first
-    step after a prompt every pre-scored layer selects among all keys so far, that of the new token included
-    (several tokens at once: among those before them). Later steps read the selection and the tokens since.
+    Pass the cache as `past_key_values` to `generate` or to a model; inside `prescore.apply`, `generate` makes one.
+    Under a `Routed`, prompt chunks and steps extend the key index. Under a `Selected`, the first step after a
+    prompt selects among all keys so far, the key of the new token included (a first step of several tokens selects
+    among the keys before these tokens). Later steps read the selection and the tokens since.
 
     Args:
-        config: The model's configuration (`model.config`); tells which layers have sliding windows.
-        evict: Free the unselected keys and values when the selection is made. The selection is then final: a
-            further chunk of the prompt is refused, and so is a crop to fewer tokens than it was made from.
+        config: The model's configuration (`model.config`), which says which layers have sliding windows.
+        evict: Free the unselected keys and values when the selection is made. The selection is then final. Refused
+            are another chunk of the prompt, and a crop to fewer tokens than the selection was made from.
         refresh_every: Select again after so many tokens; None = keep the selection. Not together with `evict`.
-        dtype: `torch.int8` keeps keys and values behind the local keys of a `Routed` as int8 numbers, with a unit
-            for each 32 of them: half the memory of bfloat16. Layers that read every key, sliding windows, and
-            whatever native code cannot step over keep the model's dtype; `report` says how many keys are int8.
-            None = all in the model's dtype.
+        dtype: `torch.int8` keeps the sinks, the far keys and their values under a `Routed` as int8 numbers, with a
+            bfloat16 unit for every 32 numbers: about half the memory of bfloat16. Local keys, layers that read
+            every key, sliding windows, and layers that native code does not support keep the model's dtype.
+            `report` says how many keys are int8. None = all keys and values in the model's dtype.
 
     Example:
         >>> cache = PrescoredCache(model.config)
@@ -140,14 +141,14 @@ class PrescoredCache(DynamicCache):
 class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer of a transformers cache around a `LayerCache`.
 
-    With any other attention function it is an ordinary dynamic layer, unless its keys were evicted.
+    With any other attention function the layer is an ordinary dynamic layer, unless keys were evicted.
 
     Args:
-        settings: Of the `LayerCache`.
-        **kwargs: Of transformers.
+        settings: Arguments of the `LayerCache`.
+        **kwargs: Arguments of transformers' layer.
 
     Attributes:
-        cache: The keys, values and selection.
+        cache: The keys and values, and the selection or the key index.
         is_expected: Whether the next `update` is followed by pre-scored attention.
     """
 
@@ -161,7 +162,10 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._new_values: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append new keys and values; returns all that are held, or after an eviction the new ones."""
+        """Append new keys and values; returns all keys and values.
+
+        After an eviction, and before a step over int8 rows, only the new ones are returned.
+        """
         expected, self.is_expected = self.is_expected, False
         if self.cache.evicted and not expected:
             # another attention function would take the new keys for all there are
@@ -277,7 +281,7 @@ def find_cache(args: tuple[Any, ...], kwargs: Values) -> Cache | None:
 def layer_of(module: nn.Module, key: Tensor, value: Tensor, cache: Cache | None) -> PrescoredLayer | None:
     """The layer of a cache that returned these keys and values; None = they come from elsewhere.
 
-    It is the module's own layer, or where modules share keys that of another module.
+    Where modules share keys, this is the layer of another module.
     """
     layers = [] if cache is None else cache.layers
     number = getattr(module, "layer_idx", None)
@@ -300,7 +304,7 @@ def why_no_index(cache: Cache | None) -> str:
 def upgrade(cache: Cache, settings: Values | None = None, *, max_length: int | None = None) -> None:
     """Turn the full-attention layers of a dynamic cache into pre-scored ones, in place, content included.
 
-    A window of at least `max_length` is no window.
+    A sliding window of at least `max_length` counts as full attention.
     """
     make: Any = partial(PrescoredLayer, {"warned": set(), **(settings or {})})
     if cache.layer_class_to_replicate is DynamicLayer:
