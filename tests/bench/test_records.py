@@ -100,11 +100,11 @@ def test_append_and_resume(tmp_path):
     assert [record.config["value"] for record in read_records(path)] == [1, 2, 3]
     assert again[make(2).key].results == {"double": 4}
     assert len(again) == len(list(again)) == 3
-    path.unlink()
-    for _ in ("deleted", "closed"):
-        with pytest.raises(RecordFileError, match="must be open, got a record after it was closed or deleted"):
+    moved = path.rename(tmp_path / "moved")
+    for change in (path.touch, lambda: (moved.replace(path), again.close()), path.unlink):  # another file, closed
+        with pytest.raises(RecordFileError, match="must be open, got a record after it was closed, moved or del"):
             again.append(make(4))
-        again.close()
+        change()
     (tmp_path / "empty.jsonl").touch()
     assert len(RecordFile(tmp_path / "empty.jsonl")) == 0
 
@@ -119,6 +119,10 @@ DAMAGED = {
     "no results": LINE.replace(b'{"double": 4}', b"null"),
     "empty results": LINE.replace(b'{"double": 4}', b"{}"),
     "another key": LINE.replace(b"demo-", b"demo-0"),
+    "a number that JSON lacks": LINE.replace(b'{"double": 4}', b'{"double": NaN}'),
+    "a name twice": LINE.replace(b'{"double": 4}', b'{"double": 4, "double": 5}'),
+    "seconds in words": re.sub(rb'"seconds": [^,]+', b'"seconds": "<b>"', LINE),
+    "arguments of another type": LINE.replace(b'"argv": []', b'"argv": {}'),
     "an empty line": b"\n",
     "binary": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0",
     "zeros inside": LINE[:40] + b"\0" + LINE[40:] + LINE,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, prompts, tiny
 from torch import nn
+from torch.nn.utils import prune
 
 from prescore.errors import Unsupported
 from prescore.int8.linear import Int8Linear, use_int8_weights
@@ -98,6 +99,7 @@ WRITES = {
     "copy": lambda layer: layer.weight.copy_(torch.ones(8, 4)),
     "place": lambda layer: layer.weight.__setitem__(0, 1.0),
     "view": lambda layer: layer.weight[0].zero_(),
+    "result": lambda layer: torch.add(torch.ones(8, 4), 1.0, out=layer.weight),
 }
 
 
@@ -163,3 +165,8 @@ def test_what_cannot_be_converted_is_refused():
     offloaded[0].forward = lambda inputs: inputs
     with pytest.raises(Unsupported, match="the forward of a layer was replaced"):
         use_int8_weights(offloaded)
+    pruned = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+    prune.random_unstructured(pruned[1], "weight", 0.5)
+    with pytest.raises(Unsupported, match="the weight of 1 is computed at every call: remove weight norm"):
+        use_int8_weights(pruned)
+    assert type(pruned[0]) is nn.Linear

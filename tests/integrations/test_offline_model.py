@@ -12,6 +12,7 @@ import torch
 from oracles.tiny_language_model import save_tiny_language_model, tiny_language_model
 
 import prescore
+from prescore.bench.vision.models import load_vision_model
 from prescore.integrations import offline as offline_model
 
 
@@ -35,6 +36,17 @@ def test_code_that_comes_with_a_model_runs_only_when_asked_for(tmp_path):
     assert type(model).__name__ == "Strange"
     assert not model.training
     assert mark.exists()
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation"])
+def test_a_model_that_names_attention_of_the_hub_is_refused(tmp_path, name):
+    save_tiny_language_model(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, name: "someone/attention"}))
+    with pytest.raises(OSError, match="names attention of the hub, 'someone/attention'; trust_remote_code"):
+        offline_model.load_model(str(tmp_path))
+    with pytest.raises(OSError, match="names attention of the hub, 'someone/attention'"):
+        load_vision_model(str(tmp_path))
 
 
 def test_a_missing_file_is_named():

@@ -33,6 +33,14 @@ except ModuleNotFoundError:  # Windows: nothing keeps two runs from one file
 
 SCHEMA = 3
 _PACKAGES = ("torch", "transformers", "timm")
+_TYPES = {
+    **dict.fromkeys(("command", "key", "device", "created"), (str,)),
+    **dict.fromkeys(("config", "results", "versions", "load"), (dict,)),
+    **{name: (int, type(None)) for name in ("seed", "threads")},
+    "seconds": (float, int),
+    "argv": (list,),
+}
+"""Of a record's fields, as JSON has them."""
 
 
 class RecordFileError(PrescoreError, OSError):
@@ -88,16 +96,17 @@ class Record:
     @classmethod
     def from_json(cls, line: str) -> Record:
         """The inverse of `to_json`; refuses a record with other fields, without results, or with a wrong key."""
-        values = json.loads(line, object_hook=_restored)
+        values = json.loads(line, object_pairs_hook=_restored, parse_constant=_no_constant)
         if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA:
             raise ValueError(f"record must be a JSON object of schema {SCHEMA}, got another one")
         known = {f.name for f in fields(cls)}
         if not {"command", "key", "config", "seed", "results", "seconds"} <= set(values) <= known:
             raise ValueError(f"record must have the fields {sorted(known)}, got {sorted(values)}")
-        if not isinstance(values["config"], dict) or not isinstance(values["results"], dict):
-            raise ValueError("record must have objects as config and results, got others")
         if not values["results"]:
             raise ValueError("record must have results, got none")
+        for name, kinds in _TYPES.items():
+            if name in values and type(values[name]) not in kinds:
+                raise ValueError(f"record must have {kinds[0].__name__} as {name}, got {values[name]!r}")
         key = row_key(values["command"], values["config"], values["seed"])
         if values["key"] != key:
             raise ValueError(f"record must have the key of its settings, {key}, got {values['key']!r}")
@@ -168,9 +177,16 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _restored(value: Values) -> Any:
+def _restored(pairs: list[tuple[str, Any]]) -> Any:
     """The inverse of `_finite` for one JSON object."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError(f"an object must have each name once, got {[name for name, _ in pairs]}")
     return float(value["float"]) if value in ({"float": word} for word in ("nan", "inf", "-inf")) else value
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"numbers must be those of JSON, got {word}")
 
 
 # Files of records: one process at a time, intact after a crash, continued by `--resume`.
@@ -263,6 +279,7 @@ class RecordFile:
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
         self.path = Path(path)
+        self._absolute = self.path.absolute()
         self._descriptor = _open_locked(self.path)
         self.close = weakref.finalize(self, os.close, self._descriptor)
         content = self.path.read_bytes()
@@ -298,8 +315,8 @@ class RecordFile:
         """Add one record; when this returns it is on the disk."""
         if record.key in self._records:
             raise ValueError(f"key must be new in {self.path}, got {record.key!r} again")
-        if not self.close.alive or not os.fstat(self._descriptor).st_nlink:
-            raise RecordFileError(f"{self.path} must be open, got a record after it was closed or deleted")
+        if not self.close.alive or not self._is_in_place():
+            raise RecordFileError(f"{self.path} must be open, got a record after it was closed, moved or deleted")
         line = record.to_json().encode() + b"\n"
         end = os.lseek(self._descriptor, 0, os.SEEK_END)
         try:
@@ -313,6 +330,13 @@ class RecordFile:
                 f"{self.path} must take one more record, got {error}; make room and continue with --resume"
             ) from error
         self._records[record.key] = record
+
+    def _is_in_place(self) -> bool:
+        """Whether the open file is the one that its path names."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self._absolute.stat())
+        except OSError:
+            return False
 
 
 def _open_locked(path: Path) -> int:

@@ -170,7 +170,7 @@ class _ReadOnly(Tensor):
         name, first = func.__name__, next(iter((*args, *(kwargs or {}).values())), None)
         source = first if isinstance(first, _ReadOnly) else None
         writes = name in ("__set__", "__setitem__") or name.startswith("__i") or name == f"{name.rstrip('_')}_"
-        if writes and source is not None:
+        if (writes and source is not None) or isinstance((kwargs or {}).get("out"), _ReadOnly):
             cure = "convert to int8 after the change, or assign a new weight"
             raise Unsupported("writing to an int8 weight", [f"it is a copy of what the layer holds; {cure}"])
         with torch._C.DisableTorchFunctionSubclass():
@@ -203,6 +203,9 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
         raise ValueError("model must hold linear layers, got a Linear alone, which Int8Linear(layer) converts")
     for parent, name in _places(model):
         layer = parent._modules[name]
+        if layer is not None and "weight" not in layer._parameters:
+            cure = "remove weight normalisation and pruning before"
+            raise Unsupported("int8 weights", [f"the weight of {name} is computed at every call: {cure}"])
         if layer is not None and (layer.weight.device.type != "cpu" or not layer.weight.is_floating_point()):
             got = f"{name} {layer.weight.dtype} on {layer.weight.device}"
             raise Unsupported("int8 weights", [f"weights must be floating and on a CPU, got {got}"])

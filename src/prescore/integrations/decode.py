@@ -155,11 +155,15 @@ class LayerCache:
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add the keys and values of new tokens; after an eviction the next step adds them to the selection."""
         held = self.held
-        if held is not None and held.recent[0].shape[:2] != key.shape[:2]:
-            raise ValueError(
-                f"past_key_values must be of as many sequences and heads as the inputs, "
-                f"{tuple(key.shape[:2])}, got {tuple(held.recent[0].shape[:2])}"
+        if held is not None:
+            sizes, wanted = (
+                [(*part.shape[:2], part.shape[3]) for part in parts] for parts in (held.recent, (key, value))
             )
+            if sizes != wanted:
+                raise ValueError(
+                    "past_key_values must be of as many sequences and heads as the inputs, and of their sizes, "
+                    f"{wanted} for keys and values, got {sizes}"
+                )
         self.n_tokens += key.shape[2]
         if self.buffer is not None:
             self.buffer.append(key, value)

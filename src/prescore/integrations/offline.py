@@ -142,11 +142,13 @@ def _load(name: str, *, dtype: str = "float32", **options: Any) -> tuple[Any, An
     mend_torchvision()
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     # pickled weights are not read: unpickling can run code
     weights = {} if "gguf_file" in options else {"use_safetensors": True}
     try:
+        if weights and not options.get("trust_remote_code"):
+            check_attention(AutoConfig.from_pretrained(name, **options))
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **weights, **options)
     except Exception as error:
@@ -159,6 +161,15 @@ def _load(name: str, *, dtype: str = "float32", **options: Any) -> tuple[Any, An
         file = options.get("gguf_file")
         raise _no_such_model(str(Path(name) / file) if file else name, reason) from error
     return model.eval(), tokenizer
+
+
+def check_attention(config: Any) -> None:
+    """Refuse a configuration that names attention of the hub, which is code."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        named = getattr(part, "_attn_implementation", None)
+        if isinstance(named, str) and "/" in named:
+            cure = "trust_remote_code allows that for language models."
+            raise ValueError(f"Its config.json names attention of the hub, {named!r}; {cure}")
 
 
 def _only_cached(name: str) -> bool:

@@ -295,6 +295,21 @@ def test_a_file_whose_tensors_do_not_fit_each_other_is_refused_at_once(model, tm
         PrescoredCache.load(tmp_path / "cache")
 
 
+def test_a_cache_of_another_head_size_is_refused_at_its_next_step(model, tmp_path):
+    """No file says what the model's sizes are."""
+    with prescore.apply(model, ROUTED):
+        filled(model).save(tmp_path / "cache")
+        tensors = load_file(tmp_path / "cache")
+        with safe_open(tmp_path / "cache", framework="pt") as file:
+            metadata = file.metadata()
+        for name in ("1.key", "1.value"):
+            save_file({**tensors, name: tensors[name][..., 1:].clone()}, tmp_path / name, metadata=metadata)
+            with pytest.raises(
+                ValueError, match=r"past_key_values must be .* and of their sizes, .* got \[\(2, 2, "
+            ):
+                steps(model, PrescoredCache.load(tmp_path / name), IDS[:, :1], MASK)
+
+
 def test_a_saved_selection_covers_the_tokens_of_exact_steps(model, tmp_path):
     with prescore.apply(model, COARSE):
         cache = filled(model)

@@ -19,7 +19,7 @@ from prescore import checks
 from prescore.bench.records import Values
 from prescore.integrations.apply import observe
 from prescore.integrations.attention import AttentionContext
-from prescore.integrations.offline import cache_directory, first_line
+from prescore.integrations.offline import cache_directory, check_attention, first_line
 from prescore.integrations.torchvision import import_timm, mend_torchvision
 
 _CHECKPOINT = ".safetensors"
@@ -94,9 +94,10 @@ def _refusing(sentence: str) -> Iterator[None]:
 
 def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preprocessing, Values]:
     mend_torchvision()
-    from transformers import AutoModelForImageClassification
+    from transformers import AutoConfig, AutoModelForImageClassification
 
     with _refusing(f"model must be an image classifier of transformers, got {path}"):
+        check_attention(AutoConfig.from_pretrained(path, local_files_only=True))
         model = AutoModelForImageClassification.from_pretrained(path, local_files_only=True, use_safetensors=True)
     vision = getattr(model.config, "vision_config", model.config)
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
