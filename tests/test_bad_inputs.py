@@ -105,7 +105,8 @@ CALLS = [
 ]
 SDPA = [
     ({"attn_mask": MASK}, TypeError, r"takes no attn_mask: pass is_causal=True .* got attn_mask \(2, 9\)"),
-    ({"dropout": 0.5}, TypeError, "got an unexpected argument 'dropout'"),
+    ({"dropout": 0.5}, TypeError, r"got an unexpected argument 'dropout'"),
+    ({"causal": True}, TypeError, r"got an unexpected argument 'causal' \(did you mean 'is_causal'\?\)"),
 ]
 CALLS += [(function, *row) for row in SDPA for function in (FUNCTIONS[0], FUNCTIONS[2])]
 SWAPPED = r"inputs are \[batch, heads, sequence, dim\]; transpose\(1, 2\) swaps heads and sequence"

@@ -145,7 +145,7 @@ def prescored_attention(
     Returns:
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
     """
-    checks.sdpa_arguments("prescored_attention", others)
+    checks.sdpa_arguments(prescored_attention, others)
     checks.boolean("return_aux", return_aux)
     options = Options(
         is_causal, key_padding_mask, scale, generator, selection, dropout_p, dropout_generator, backend, group
@@ -189,7 +189,7 @@ def exact_attention(
     Returns:
         Output and lse; a query that sees nothing has output 0 and lse -inf.
     """
-    checks.sdpa_arguments("exact_attention", others)
+    checks.sdpa_arguments(exact_attention, others)
     options = Options(is_causal, key_padding_mask, scale, backend=backend, group=group)
     return attend(query, key, value, Exact(), options, need_lse=True).attended
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -85,17 +86,18 @@ def _refuse_non_numbers(name: str, value: Any, rule: str = "a number") -> None:
         raise TypeError(f"{name} must be {rule}, got {type(value).__name__} {value!r}")
 
 
-def sdpa_arguments(function: str, given: Mapping[str, Any]) -> None:
+def sdpa_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Refuse keywords of torch's `scaled_dot_product_attention`, unless they mean what happens anyway."""
     for name, value in given.items():
         if name == "attn_mask" and value is not None:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
-                f"{function} takes no attn_mask: pass is_causal=True for a causal mask, and key_padding_mask "
-                f"[batch, keys], True = a real key, for padding, got attn_mask {got}"
+                f"{function.__name__} takes no attn_mask: pass is_causal=True for a causal mask, and "
+                f"key_padding_mask [batch, keys], True = a real key, for padding, got attn_mask {got}"
             )
         if name not in ("attn_mask", "enable_gqa"):
-            raise TypeError(f"{function} got an unexpected argument {name!r}")
+            hint = nearest(name, list(inspect.signature(function).parameters))
+            raise TypeError(f"{function.__name__} got an unexpected argument {name!r}{hint}")
 
 
 def probability(name: str, value: Any) -> None:

@@ -65,6 +65,22 @@ def test_a_record_of_several_methods_is_several_rows():
     ]  # fmt: skip
 
 
+def test_a_record_of_several_claims_is_several_rows(tmp_path, capsys):
+    claims = [{"claim": "Theorem 2", "measured": share, "held": share == 1.0} for share in (1.0, 0.5)]
+    config = {"n": 64, "reading": "normalized"}
+    file = RecordFile(tmp_path / "records.jsonl")
+    file.append(Record("planted", row_key("planted", config, 0), config, 0, {"checks": claims}, 1.0))
+    file.close()
+    assert main(["records", str(tmp_path), "--csv", "-"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [(row["claim"], row["n"], row["measured"], row["held"]) for row in rows] == [
+        ("Theorem 2", "64", "1.0", "True"), ("Theorem 2", "64", "0.5", "False"),
+    ]  # fmt: skip
+    assert main(["plot", str(tmp_path), "--out", str(tmp_path / "a.png")]) == 2
+    known = "claim, command, held, measured, n, reading, row_seconds, seed"
+    assert f"-x, -y and --by must be given for records of planted, which have {known}" in capsys.readouterr().err
+
+
 def test_finished_records_are_drawn(runs, tmp_path, capsys, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda _, *points, label, **_s: drawn.append((label, points)))

@@ -375,7 +375,7 @@ def test_without_native_code_the_default_is_exact_and_the_report_says_why(monkey
 def test_counts_for_a_server_go_on_over_prompts_and_threads():
     model = tiny("Llama")
     with prescore.apply(model, {0: ROUTED, 1: Exact()}, audit=0.5) as applied:
-        assert applied.stats() == {"calls": 0, "exact_because": {}, "audit": None}
+        assert applied.stats() == {"calls": 0, "exact": 0, "routed": 0, "exact_because": {}, "audit": None}
         generate(model)
         threads = [threading.Thread(target=generate, args=(model, IDS[:, :6])) for _ in range(3)]
         for thread in threads:

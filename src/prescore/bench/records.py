@@ -210,14 +210,14 @@ def find_records(paths: Iterable[str | Path]) -> list[Record]:
 
 
 def flat_rows(record: Record) -> list[Values]:
-    """A record as rows of plain values, with names such as `method.label`: one for each method that it compares.
+    """A record as rows of plain values, with names such as `method.label`: one for each method or claim in it.
 
-    Results that are lists are left out; what settings and results both have keeps the value of the settings.
+    Other results that are lists are left out; what settings and results both have keeps the value of the settings.
     """
     results = dict(record.results)
-    compared = results.pop("methods", None)
+    compared, claims = results.pop("methods", None), results.pop("checks", None) or [{}]
     shared = {"command": record.command, "seed": record.seed, **_flat(record.config)}
-    measured = compared.items() if isinstance(compared, dict) else [(None, {})]
+    measured = compared.items() if isinstance(compared, dict) else [(None, claim) for claim in claims]
     rows = []
     for name, entry in measured:
         row = {"row_seconds": record.seconds, **_flat({**results, **entry}), **shared}

@@ -111,11 +111,12 @@ class Applied:
         """Counts since the model was replaced, of all prompts and threads, as plain values for a server's metrics.
 
         Returns:
-            `calls` of all layers; how many of them ran as `routed`, `selected`, `hyper` or `exact` (an `Exact`);
-            `exact_because`: how many ran exactly instead, by reason; `audit`: queries, mean error, its 95 %
-            interval and the largest error, where `apply` has `audit=`, else None.
+            `calls` of all layers; how many of them ran as `routed`, `selected`, `hyper` or `exact` (an `Exact`), 0
+            included, for the configurations in use; `exact_because`: how many ran exactly instead, by reason;
+            `audit`: queries, mean error, its 95 % interval and the largest error, where `apply` has `audit=`, else
+            None.
         """
-        return totals_of(function.trace for function in self._functions.values())
+        return totals_of((function.trace for function in self._functions.values()), self.configs.values())
 
     def __enter__(self) -> Applied:
         if self._undo is None:

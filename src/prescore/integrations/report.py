@@ -214,9 +214,9 @@ class Trace:
             self.errors += call.errors
 
 
-def totals_of(traces: Iterable[Trace]) -> Values:
+def totals_of(traces: Iterable[Trace], configs: Iterable[Config]) -> Values:
     """Plain numbers for a server's metrics, see `Applied.stats`."""
-    ran: Counter[str] = Counter()
+    ran = Counter({what_ran(config, ""): 0 for config in configs})  # a metric that is 0 must not be missing
     errors = Errors()
     with _COUNTING:
         for trace in traces:

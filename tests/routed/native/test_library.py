@@ -74,7 +74,7 @@ def test_zero_switches_it_off_and_unknown_values_are_refused(monkeypatch):
 def test_a_level_that_cannot_run_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv(library.VARIABLE, "baseline")
     monkeypatch.setattr(library, "_FOLDER", tmp_path)
-    with pytest.raises(Unsupported, match="PRESCORE_NATIVE=baseline cannot run: baseline is not built"):
+    with pytest.raises(Unsupported, match="PRESCORE_NATIVE=baseline cannot run: baseline: not built"):
         library.load()
     monkeypatch.setenv(library.VARIABLE, "avx512")
     monkeypatch.setattr(library, "levels_of_processor", lambda: ("baseline", "avx2"))
@@ -100,7 +100,7 @@ def test_what_cannot_be_loaded_is_passed_over_and_named(monkeypatch, tmp_path):
         path.unlink()
     monkeypatch.setattr(library, "_found", {})
     assert library.load() is None
-    assert library.describe_native().endswith("baseline is not built)")
+    assert library.describe_native().endswith("baseline: not built)")
 
 
 @needs_library
@@ -124,7 +124,8 @@ def test_a_library_that_is_cut_off_is_passed_over(monkeypatch, tmp_path):
 def test_a_library_without_a_function_is_passed_over(monkeypatch):
     monkeypatch.setattr(library, "FUNCTIONS", (*library.FUNCTIONS, "prescore_of_tomorrow"))
     assert library.load() is None
-    assert "lacks prescore_of_tomorrow; build it again" in library.describe_native()
+    levels = ", ".join(reversed(library.levels_of_processor()))  # the reason is said once
+    assert library.describe_native() == f"none ({levels}: lacks prescore_of_tomorrow, {library.REBUILD})"
 
 
 def test_every_function_that_python_calls_is_looked_for():

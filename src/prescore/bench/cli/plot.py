@@ -38,11 +38,10 @@ def command(
     records = find_records(paths)
     usual = _USUAL.get(records[0].command, (None, None, None))
     columns = [given or name for given, name in zip((x, y, by), usual, strict=True)]
-    if None in columns:
-        raise ValueError(
-            f"-x, -y and --by must be given for records of {records[0].command if records else 'nothing'}"
-        )
     rows = [row for record in records for row in flat_rows(record)]
+    if None in columns:
+        known = ", ".join(sorted({name for row in rows for name in row}))
+        raise ValueError(f"-x, -y and --by must be given for records of {records[0].command}, which have {known}")
     for condition in where or []:
         name, _, value = condition.partition("=")
         rows = [row for row in rows if str(row.get(name)) == value]

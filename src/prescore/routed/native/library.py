@@ -26,6 +26,8 @@ _AUTOMATIC = ("", "1", "auto")
 _OFF = "0"
 NO_LEVEL = "none"
 """Where no compiled code runs."""
+REBUILD = "build it again by `make native` or `pip install -e .`"
+"""What mends a library of another version of the sources, as after `git pull`."""
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
 _NEEDED = {
@@ -141,33 +143,34 @@ def _best(levels: tuple[str, ...]) -> _Found:
     note = _FOLDER / NOT_BUILT
     if note.is_file():
         return _Found(reasons=[f"not built: {note.read_text(encoding='utf-8', errors='replace').strip()}"])
-    reasons = []
+    failed: dict[str, list[str]] = {}  # levels by reason: all files of an older checkout have the same one
     for level in reversed(levels):
         path = _FOLDER / library_name(level)
-        if not path.is_file():
-            reasons.append(f"{level} is not built")
-            continue
-        loaded = _open(path)
+        loaded = _open(path) if path.is_file() else "not built"
         if not isinstance(loaded, str):
-            return _Found(level, loaded, reasons)
-        reasons.append(f"{level}: {loaded}")
-    return _Found(reasons=reasons)
+            return _Found(level, loaded, _by_reason(failed))
+        failed.setdefault(loaded, []).append(level)
+    return _Found(reasons=_by_reason(failed))
+
+
+def _by_reason(failed: dict[str, list[str]]) -> list[str]:
+    return [f"{', '.join(levels)}: {reason}" for reason, levels in failed.items()]
 
 
 def _open(path: Path) -> ctypes.CDLL | str:
     """A library with our signatures, or why it is not one."""
     try:
         if _is_cut(path):
-            return "cannot be loaded, the file is cut off; build it again"
+            return f"cannot be loaded, the file is cut off, {REBUILD}"
         library = ctypes.CDLL(str(path))
         abi = library.prescore_native_abi()
     except (OSError, AttributeError) as error:
         return f"cannot be loaded, {error}"
     if abi != ABI:
-        return f"has interface {abi} and not {ABI}, build it again"
+        return f"has interface {abi} and not {ABI}, {REBUILD}"
     missing = [name for name in FUNCTIONS if not hasattr(library, name)]
     if missing:
-        return f"lacks {', '.join(missing)}; build it again"
+        return f"lacks {', '.join(missing)}, {REBUILD}"
     library.prescore_native_follow.restype = None
     library.prescore_native_compiler.restype = ctypes.c_char_p
     return library
