@@ -17,7 +17,8 @@ class Attended(NamedTuple):
     """An attention result that can still be merged with others.
 
     `output [B, Hq, Nq, Dv]`, and `lse [B, Hq, Nq]`, the log of the sum of exp of the scaled logits that were
-    counted. A query that saw nothing has output 0 and lse -inf.
+    counted. A query that saw nothing has output 0 and lse -inf. The lse of a `Routed` is too small where single
+    unread keys dominate their cluster, and a merge takes that error over.
     """
 
     output: Tensor

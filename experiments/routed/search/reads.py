@@ -1,6 +1,6 @@
 """What one query of a smooth head and one of a searching head read, as a picture.
 
-    python reads.py HEADS_FOLDER --to reads.png [--position 12000] [--min-weight 0.0009765625] [--chunk-size 256]
+    python reads.py HEADS_FOLDER --to reads.png [--position 12000] [--min-weight 0.000244140625] [--chunk-size 256]
 
 HEADS_FOLDER holds `smooth.safetensors` and `retrieval.safetensors`: `query [1, Hq, N, D]`, `key` and `value
 [1, Hkv, N, D]` after RoPE. Of the first file the query head with the median number of far keys read is drawn, of
