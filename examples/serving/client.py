@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,4 +92,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except urllib.error.URLError as error:
+        raise SystemExit(f"--server must be a server that runs, see docs/serving.md: {error}") from error

@@ -97,6 +97,14 @@ def test_finished_records_are_drawn(runs, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "c.png").exists()
 
 
+@pytest.mark.parametrize("words", ["records --csv", "records --out", "plot --out"])
+def test_a_directory_that_is_missing_is_named(words, runs, tmp_path, capsys):
+    command, option = words.split()
+    out = tmp_path / "nowhere" / "a.png"
+    assert main([command, str(runs / "a"), option, str(out)]) == 2
+    assert f"the directory of a file must exist, got {out}\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["records", "plot"])
 def test_nothing_to_read_is_one_sentence(command, tmp_path, capsys):
     assert main([command, str(tmp_path), *(["--out", str(tmp_path / "a.png")] if command == "plot" else [])]) == 2

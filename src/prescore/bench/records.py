@@ -367,6 +367,8 @@ def _open_locked(path: Path) -> int:
 def replacing(path: str | Path) -> Iterator[Path]:
     """A path to write a file to, which takes the place of `path` in the end; a crash leaves the old file."""
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the directory of a file must exist, got {path}")
     working = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         yield working
