@@ -33,9 +33,10 @@ CONFIGS = {
 }
 CLOSE = 1e-9
 """Of float64 logits."""
-FAR = Routed(min_weight=1 / 64, cluster_size=16, chunk_size=16, sinks=2, exact_until=16)
-CLOSE_INT8 = 0.1
-"""Of float32 logits, of a size of about 3, where far keys and values have an eighth of a percent of rounding."""
+FAR = Routed(min_weight=1e-6, cluster_size=16, chunk_size=16, sinks=2, exact_until=16)
+CLOSE_INT8 = 0.25
+"""Root of the mean squared error of logits, of which the mean square is 5: rounding moves the worst call by 0.09,
+and single logits by 0.7. Every far key of some weight is read, so that rounding chooses no others."""
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -43,6 +44,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     model = twin = None  # made once
     close, options = CLOSE, {}
+
+    @staticmethod
+    def error(differences):
+        return float(differences.abs().max())
 
     @initialize(
         name=st.sampled_from(sorted(CONFIGS)),
@@ -84,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
         with torch.no_grad():
             found = self.model(ids, attention_mask=mask, past_key_values=self.cache).logits
             expected = self.twin(self.ids, attention_mask=mask, use_cache=False).logits[:, -count:]
-        assert float((found - expected)[real.bool()].abs().max()) <= self.close
+        assert self.error((found - expected)[real.bool()]) <= self.close
 
     def _take(self, index):
         self.ids, self.mask = self.ids[index], self.mask[index]
@@ -164,6 +169,10 @@ class Int8CacheMachine(CacheMachine):
 
     close, options = CLOSE_INT8, {"dtype": torch.int8}
 
+    @staticmethod
+    def error(differences):
+        return float(differences.square().mean().sqrt())
+
     @initialize(
         batch=st.integers(1, 3), length=st.integers(40, 90), padding=st.integers(0, 3), seed=st.integers(0, 99)
     )
@@ -171,13 +180,27 @@ class Int8CacheMachine(CacheMachine):
         self._begin(FAR, "routed", False, None, batch, length, padding, seed)
 
 
-@needs_native
-def test_caches_with_int8_rows_through_any_order_of_operations(tmp_path):
+@pytest.fixture(name="int8_machine")
+def int8_cache_machine(tmp_path):
     sizes = {"num_hidden_layers": 1, "max_position_embeddings": 1024, "hidden_size": 64, "head_dim": 16}
     Int8CacheMachine.model, Int8CacheMachine.twin = (tiny("Llama", **sizes) for _ in range(2))
     Int8CacheMachine.folder = tmp_path
     with prescore.apply(Int8CacheMachine.twin, FAR):
-        run_machine(Int8CacheMachine, settings=SETTINGS)
+        yield Int8CacheMachine
+
+
+@needs_native
+def test_caches_with_int8_rows_through_any_order_of_operations(int8_machine):
+    run_machine(int8_machine, settings=settings(SETTINGS, max_examples=max(1, RUNS // 3)))
+
+
+@needs_native
+def test_rows_that_are_not_reordered_are_noticed(int8_machine, monkeypatch):
+    right, wrong = (f"index_select(0, {rows}) for rows in self._rows" for rows in ("sequences", "sequences * 0"))
+    Break("integrations.decode", right, wrong).apply(monkeypatch)
+    quick = settings(SETTINGS, max_examples=1000, phases=[Phase.generate], print_blob=False)
+    with pytest.raises(AssertionError, match=rf"assert .* <= {CLOSE_INT8}"):
+        run_machine(int8_machine, settings=quick)
 
 
 SETTINGS_OF_APPLY = {
@@ -256,7 +279,10 @@ def test_applications_through_any_order():
     run_machine(ApplyMachine, settings=settings(SETTINGS, max_examples=max(1, RUNS // 3)))
 
 
-WRONG_NUMBER, OTHER_BATCH = rf"assert .* <= {CLOSE}", "must be of as many sequences and heads as the inputs"
+WRONG_NUMBER, OTHER_BATCH = (
+    rf"assert .* <= {CLOSE}",
+    "must be of as many sequences and heads as the inputs|path must be a file of PrescoredCache.save",
+)
 BREAKS = {
     "a crop keeps the selection": (
         Break("integrations.decode", "self.selection.crop(n_tokens - self.selection.n_selected_from)", "pass"),

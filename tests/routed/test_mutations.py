@@ -236,7 +236,7 @@ BREAKS = {
         ("no product in C", "(grads * merged.output).sum(-1)", "0 * grads.sum(-1)"),
     ],
     ("native.py", "native decode"): [
-        ("a step misses its own key", "(self._stop, n_keys)", "(self._stop, n_keys - 1)"),
+        ("a step misses its own key", "(self._stop, n_keys - n_far)", "(self._stop, n_keys - n_far - 1)"),
     ],
     ("search.c", "native"): [
         ("searched within half a deviation", "heavy > p->search_stds ? heavy : p->search_stds", "0.5f"),
@@ -294,7 +294,7 @@ BREAKS = {
         ("double covariance", "1.0f / (float)c->chunk_size", "2.0f / (float)c->chunk_size"),
     ],
     ("backward.c", "native"): [
-        ("no gradient through the deviation", "s > MIN_STD ? by_std_total / s", "s < 0 ? by_std_total / s"),
+        ("no gradient through the deviation", "s > MIN_STD ? (b->by_std[i]", "s < 0 ? (b->by_std[i]"),
         ("threshold passes nothing to local keys", "= by_threshold_total;", "= 0;"),
         ("threshold passes nothing to centroids", "if (by_threshold_total != 0)", "if (0)"),
         ("values of hits", "grad, weight, wide);", "grad, 1.01f * weight, wide);"),

@@ -30,7 +30,7 @@ MAX_SPLITS = 32
 """Programs that share the clusters of a KV head in a step."""
 STEP_ROWS = 16
 """Rows of a tile in a step: query heads of a KV head."""
-LIGHT_WARPS = 4
+LIGHT_WARPS = 8
 """Warps of a program of the kernels that need few registers: local_part, merge."""
 PROGRAMS = 1024
 """Programs that share the tiles of a prompt; each has memory for a list of keys."""
@@ -62,23 +62,22 @@ class Launch(NamedTuple):
 INTERPRETER = "interpreter"
 LAUNCHES = {
     "sm_80": {
-        (16, 64): Launch(32, 64, 32, 32, 8),
-        (16, 256): Launch(16, 64, 32, 64, 8),
+        (16, 64): Launch(32, 64, 32, 16, 8),
+        (16, 128): Launch(16, 64, 32, 64, 8),
         (32, 64): Launch(32, 32, 32, 16, 8),
         (32, 128): Launch(16, 32, 16, 16, 8),
-        (32, 256): Launch(16, 16, 16, 16, 8),
     },
     "sm_90": {
         (16, 128): Launch(32, 64, 32, 32, 8),
         (16, 256): Launch(16, 64, 32, 64, 8),
         (32, 64): Launch(32, 32, 32, 16, 8),
-        (32, 256): Launch(16, 32, 32, 16, 8),
+        (32, 256): Launch(16, 16, 32, 16, 8),
     },
     "sm_100": {
         (16, 64): Launch(64, 64, 32, 64, 8),
         (16, 128): Launch(32, 64, 32, 32, 8),
         (16, 256): Launch(16, 64, 32, 64, 8),
-        (32, 256): Launch(16, 32, 32, 16, 8),
+        (32, 256): Launch(16, 16, 32, 16, 8),
     },
     "gfx942": {
         (16, 128): Launch(64, 64, 32, 64, 8),

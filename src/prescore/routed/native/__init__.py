@@ -667,6 +667,7 @@ class PreparedStep:
     """
 
     def __init__(self, index: KeyIndex, log_inverse: float, scale: float) -> None:
+        self._made_of = (index, log_inverse, scale)
         self._call = index_call(index, log_inverse, scale, max(1, index.positions.shape[1]))
         n_heads = self._call.kv_heads
         self._visible, self._start, self._stop = ((ctypes.c_int32 * n_heads)() for _ in range(3))
@@ -676,6 +677,10 @@ class PreparedStep:
             setattr(self._call, field, ctypes.addressof(array))
         self._call.counts = ctypes.addressof(self._counts)
         self._rows: dict[str, tuple[tuple[object, ...], Rows]] = {}
+
+    def __reduce__(self) -> tuple[type[PreparedStep], tuple[KeyIndex, float, float]]:
+        """A copy is laid out anew: pointers of this one must not outlive its tensors."""
+        return PreparedStep, self._made_of
 
     def attend(
         self,
