@@ -64,7 +64,7 @@ def compile_kernel(name: str, target: str, dim: int, dtype: str, rows: int) -> d
         "KEYS": min(own.keys, CLUSTER_SIZE), "WIDTH": min(own.width, dim),
         "PRECISION": backend.precision(target), "INTERPRETED": False, **backend.constants(),
     }  # fmt: skip
-    warps = own.warps if name == "far_part" else backend.LIGHT_WARPS
+    warps = backend.LIGHT_WARPS.get(name, own.warps)
     signature, attributes, parameters = {}, {}, inspect.signature(kernel.fn).parameters
     constants = {argument: value for argument, value in constants.items() if argument in parameters}
     for place, argument in enumerate(parameters):

@@ -181,7 +181,7 @@ def test_every_configuration_is_recorded_without_spills():
 
 
 SAMPLE = {
-    "sm_80": (("far_part", 128, "bf16"), ("local_part", 256, "fp16")),
+    "sm_80": (("far_part", 128, "bf16"), ("local_part", 128, "fp16")),
     "sm_90": (("far_part", 64, "fp16"), ("merge", 256, "fp32")),
     "sm_100": (("far_part", 64, "bf16"), ("local_part", 128, "fp16")),
     "gfx942": (("far_part", 128, "fp16"), ("local_part", 128, "bf16")),

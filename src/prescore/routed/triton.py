@@ -30,8 +30,8 @@ MAX_SPLITS = 32
 """Programs that share the clusters of a KV head in a step."""
 STEP_ROWS = 16
 """Rows of a tile in a step: query heads of a KV head."""
-LIGHT_WARPS = 8
-"""Warps of a program of the kernels that need few registers: local_part, merge."""
+LIGHT_WARPS = {"local_part": 4, "merge": 2}
+"""Warps of a program of the kernels that need few registers."""
 PROGRAMS = 1024
 """Programs that share the tiles of a prompt; each has memory for a list of keys."""
 VERSION = (3, 7)
@@ -62,15 +62,15 @@ class Launch(NamedTuple):
 INTERPRETER = "interpreter"
 LAUNCHES = {
     "sm_80": {
-        (16, 64): Launch(32, 64, 32, 16, 8),
+        (16, 64): Launch(16, 64, 32, 16, 8),
         (16, 128): Launch(16, 64, 32, 64, 8),
         (32, 64): Launch(32, 32, 32, 16, 8),
-        (32, 128): Launch(16, 32, 16, 16, 8),
+        (32, 128): Launch(16, 16, 16, 32, 8),
     },
     "sm_90": {
         (16, 128): Launch(32, 64, 32, 32, 8),
         (16, 256): Launch(16, 64, 32, 64, 8),
-        (32, 64): Launch(32, 32, 32, 16, 8),
+        (32, 64): Launch(16, 32, 32, 16, 8),
         (32, 256): Launch(16, 16, 32, 16, 8),
     },
     "sm_100": {
@@ -243,7 +243,7 @@ def forward(
     def start(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
         names = kernel.arg_names
         constants_of_kernel = {name: value for name, value in fixed.items() if name in names}
-        warps = compiled.warps if kernel is kernels.far_part else LIGHT_WARPS
+        warps = LIGHT_WARPS.get(kernel.__name__, compiled.warps)
         kernel[grid](*arguments, **constants_of_kernel, num_warps=warps, num_stages=1)
 
     with torch.cuda.device_of(query):
