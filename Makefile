@@ -108,5 +108,5 @@ docs: setup
 	@echo "open site/index.html; to search it: $(BIN)/python -m http.server -d site"
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info report $(addprefix src/prescore/routed/native/*.,so dylib dll) \
+	rm -rf $(VENV) build dist site src/*.egg-info report $(addprefix src/prescore/routed/native/*.,so dylib dll sha256) \
 		src/prescore/routed/native/not_built.txt

@@ -45,7 +45,7 @@ def run(*command, **options):
 
 def not_shipped(folder, names):
     """What tools leave behind, and at the top what commands make."""
-    left = {name for name in names if re.fullmatch(r"\..*|__pycache__|.*\.(egg-info|so)", name)}
+    left = {name for name in names if re.fullmatch(r"\..*|__pycache__|.*\.(egg-info|so|sha256)", name)}
     return left | (MADE_HERE & set(names) if Path(folder) == ROOT else set())
 
 
@@ -116,14 +116,18 @@ def test_the_source_distribution_is_complete_and_its_wheel_works(sources, tmp_pa
     (sources / "src/prescore/routed/native" / library_name("baseline")).write_text("of this machine")
     archive = build("build_sdist", sources, tmp_path / "sdist")
     shipped = names_in(archive)
-    assert not any(name.endswith(".so") for name in shipped)
+    assert not any(name.endswith((".so", ".sha256")) for name in shipped)
     expected = {"README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md"} | {
         "Makefile",
         "constraints.txt",
         "mkdocs.yml",
     }
     for name in ("src/prescore", "tests", "docs", "examples", "experiments", "tools"):
-        files = [path for path in (sources / name).rglob("*") if path.is_file() and path.suffix != ".so"]
+        files = [
+            path
+            for path in (sources / name).rglob("*")
+            if path.is_file() and path.suffix not in (".so", ".sha256")
+        ]
         expected |= {path.relative_to(sources).as_posix() for path in files if path.name != NOT_BUILT}
     assert expected - shipped == set()
     with tarfile.open(archive) as file:

@@ -352,7 +352,9 @@ def load_c(monkeypatch, objects, folder, file=None, text="", replacement=""):
         if path.name == file or (file is not None and f'#include "{file}"' in path.read_text()):
             linked[path.stem] = folder / f"{path.stem}.o"
             compile_c([*FLAGS, "-c", "-o"], linked[path.stem], path)
-    compile_c([*FLAGS, "-shared", "-o"], folder / build.library_name("baseline"), *linked.values(), "-lm")
+    made = folder / build.library_name("baseline")
+    compile_c([*FLAGS, "-shared", "-o"], made, *linked.values(), "-lm")
+    build.checksum_file(made).write_text(build.checksum(made))
     monkeypatch.setattr(library, "_FOLDER", folder)
     monkeypatch.setattr(library, "_found", {})
     monkeypatch.setenv(library.VARIABLE, "baseline")

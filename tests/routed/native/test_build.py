@@ -14,6 +14,7 @@ from prescore.routed.native.build import (
     NOT_BUILT,
     build,
     c_files,
+    checksum_file,
     find_command,
     is_up_to_date,
     levels_of_machine,
@@ -45,7 +46,7 @@ def test_every_level_is_built_and_nothing_is_left_behind(tmp_path, compiler, cap
     said = f"prescore native: {tmp_path / 'compiler'} built {', '.join(levels_of_machine())}\n"
     assert capfd.readouterr().err == said
     assert [path.name for path in built] == [library_name(level) for level in levels_of_machine()]
-    assert sorted((tmp_path / "out").iterdir()) == sorted(built)
+    assert sorted((tmp_path / "out").iterdir()) == sorted([*built, *map(checksum_file, built)])
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -65,7 +66,8 @@ def test_without_a_working_compiler_nothing_is_built(tmp_path, monkeypatch, capf
     monkeypatch.setenv("CC", name)
     if not name:
         monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / library_name("avx2")).write_text("of other sources")
+    for old in (tmp_path / library_name("avx2"), checksum_file(tmp_path / library_name("avx2"))):
+        old.write_text("of other sources")
     assert build(tmp_path) == []
     (note,) = tmp_path.iterdir()
     message = capfd.readouterr().err

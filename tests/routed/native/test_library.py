@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import torch
 
 from prescore.errors import Unsupported
 from prescore.routed.native import library
-from prescore.routed.native.build import FOLDER, c_files, library_name
+from prescore.routed.native.build import FOLDER, c_files, checksum_file, library_name
 
 built = (FOLDER / library_name("baseline")).is_file()
 needs_library = pytest.mark.skipif(not built, reason="the native operators are not built (make native)")
@@ -32,6 +33,13 @@ def threads():
     before = torch.get_num_threads()
     yield before
     torch.set_num_threads(before)
+
+
+def copy_library(level, folder):
+    path = FOLDER / library_name(level)
+    for original in (path, checksum_file(path)):
+        shutil.copy(original, folder)
+    return folder / path.name
 
 
 def fake_cpuinfo(folder, flags, title="flags"):
@@ -92,7 +100,7 @@ def test_what_cannot_be_loaded_is_passed_over_and_named(monkeypatch, tmp_path):
     best = library.levels_of_processor()[-1]
     (tmp_path / library_name(best)).write_text("not a library")
     if best != "baseline":
-        (tmp_path / library_name("baseline")).write_bytes((FOLDER / library_name("baseline")).read_bytes())
+        copy_library("baseline", tmp_path)
     monkeypatch.setattr(library, "_FOLDER", tmp_path)
     assert (library.load() is None) == (best == "baseline")
     assert f"{best}: cannot be loaded" in library.describe_native()
@@ -104,20 +112,36 @@ def test_what_cannot_be_loaded_is_passed_over_and_named(monkeypatch, tmp_path):
 
 
 @needs_library
-def test_a_library_that_is_cut_off_is_passed_over(monkeypatch, tmp_path):
+def test_a_damaged_library_is_passed_over(monkeypatch, tmp_path):
     """The loader of Linux would end the process."""
-    whole = (FOLDER / library_name("baseline")).read_bytes()
-    path = tmp_path / library_name("baseline")
+    path = copy_library("baseline", tmp_path)
+    whole = path.read_bytes()
+    half = len(whole) // 2
     monkeypatch.setattr(library, "levels_of_processor", lambda: ("baseline",))
     monkeypatch.setattr(library, "_FOLDER", tmp_path)
-    for size in (0, 40, 64, 200, 4096, len(whole) // 2, len(whole) * 9 // 10):
-        path.write_bytes(whole[:size])
+    cut = [whole[:size] for size in (0, 40, 64, 200, 4096, half, len(whole) * 9 // 10)]
+    zeros = [whole[:size] + bytes(len(whole) - size) for size in (64, 4096, half)]
+    flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
+    for damaged in (*cut, *zeros, flipped, whole + b"\0"):
+        path.write_bytes(damaged)
         monkeypatch.setattr(library, "_found", {})
         assert library.load() is None
-        assert "baseline: cannot be loaded" in library.describe_native()
+        reason = "cannot be loaded, the file differs from its checksum"
+        assert library.describe_native() == f"none (baseline: {reason}, {library.REBUILD})"
     path.write_bytes(whole)
     monkeypatch.setattr(library, "_found", {})
     assert library.load() is not None
+
+
+@needs_library
+def test_a_library_without_its_checksum_is_passed_over(monkeypatch, tmp_path):
+    missing = checksum_file(copy_library("baseline", tmp_path))
+    missing.unlink()
+    monkeypatch.setattr(library, "levels_of_processor", lambda: ("baseline",))
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
+    assert library.load() is None
+    reason = f"cannot be loaded, {missing} is missing, {library.REBUILD}"
+    assert library.describe_native() == f"none (baseline: {reason})"
 
 
 @needs_library

@@ -6,6 +6,7 @@ it builds into its own folder when a source is newer than the libraries there.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -67,6 +68,16 @@ def library_name(level: str) -> str:
     return f"prescore_native_{level}.{suffix}"
 
 
+def checksum_file(library: Path) -> Path:
+    """Where the checksum of a library is: a damaged library can end the process of its loader."""
+    return library.with_name(f"{library.name}.sha256")
+
+
+def checksum(library: Path) -> str:
+    """The SHA-256 of a library's bytes."""
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
 def build(out_dir: Path, *, sanitize: bool = False) -> list[Path]:
     """Compile every level into a folder.
 
@@ -83,6 +94,7 @@ def build(out_dir: Path, *, sanitize: bool = False) -> list[Path]:
     out_dir.mkdir(parents=True, exist_ok=True)
     for old in out_dir.glob(library_name("*")):
         old.unlink()  # a library of other sources must not outlive them
+        checksum_file(old).unlink(missing_ok=True)
     (out_dir / NOT_BUILT).unlink(missing_ok=True)
     command = find_command(_SANITIZE if sanitize else ())
     if isinstance(command, str):
@@ -140,6 +152,7 @@ def _compile(command: list[str], level: str, flags: Sequence[str], out_dir: Path
         if failed is not None:
             _say(f"level {level} is left out: {failed}")
             return failed
+        checksum_file(target).write_text(f"{checksum(made)}\n", encoding="utf-8")
         made.replace(target)
     return target
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from prescore.errors import Unsupported
-from prescore.routed.native.build import ABI, NOT_BUILT, levels_of_machine, library_name
+from prescore.routed.native.build import ABI, NOT_BUILT, checksum, checksum_file, levels_of_machine, library_name
 
 VARIABLE = "PRESCORE_NATIVE"
 _AUTOMATIC = ("", "1", "auto")
@@ -160,10 +159,13 @@ def _by_reason(failed: dict[str, list[str]]) -> list[str]:
 def _open(path: Path) -> ctypes.CDLL | str:
     """A library with our signatures, or why it is not one."""
     try:
-        if _is_cut(path):
-            return f"cannot be loaded, the file is cut off, {REBUILD}"
+        # before anything of the file is mapped: a damaged library can end the process
+        if checksum(path) != checksum_file(path).read_text(encoding="utf-8", errors="replace").strip():
+            return f"cannot be loaded, the file differs from its checksum, {REBUILD}"
         library = ctypes.CDLL(str(path))
         abi = library.prescore_native_abi()
+    except FileNotFoundError as error:
+        return f"cannot be loaded, {error.filename} is missing, {REBUILD}"
     except (OSError, AttributeError) as error:
         return f"cannot be loaded, {error}"
     if abi != ABI:
@@ -174,25 +176,6 @@ def _open(path: Path) -> ctypes.CDLL | str:
     library.prescore_native_follow.restype = None
     library.prescore_native_compiler.restype = ctypes.c_char_p
     return library
-
-
-def _is_cut(path: Path) -> bool:
-    """Whether an ELF file ends before what is mapped of it: its loader would end the process, unlike others."""
-    with path.open("rb") as file:
-        header = file.read(64)
-        if not header.startswith(b"\x7fELF\x02\x01"):  # of 64 bits, little-endian
-            return False
-        if len(header) < 64:
-            return True
-        (table,) = struct.unpack_from("<Q", header, 32)
-        size, n = struct.unpack_from("<HH", header, 54)
-        file.seek(table)
-        segments = file.read(size * n)
-        stops: list[int] = [table + size * n]
-        for at in range(0, len(segments) - 39, max(size, 1)):
-            kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", segments, at)
-            stops += [offset + length] * (kind == 1)  # loaded
-        return path.stat().st_size < max(stops)
 
 
 # --- calls
