@@ -24,7 +24,7 @@ from prescore.bench.records import Record, Values, read_records
 from prescore.bench.tables import MISSING, Table
 from prescore.paper import printed
 from prescore.paper import tables as paper
-from prescore.paper.planted.tables import claim_table, recall_settings, recall_table
+from prescore.paper.planted.tables import claim_table, probability_table, recall_settings, recall_table
 from prescore.paper.reuse import reuse_table
 from prescore.paper.selections import selection_table, universal_set_table
 from prescore.paper.speed import length_table
@@ -613,6 +613,14 @@ def scoring() -> Table:
 
 
 @figure
+def preset_times(study: str) -> str:
+    """Milliseconds of the preset with k-means over its budgets (`top-k`) or its clusters, shortest and longest."""
+    records = select("speed/scoring", study=study)
+    times = [1000 * record.results["methods"]["paper:kmeans"]["seconds"] for record in records]
+    return f"{min(times):.0f} to {max(times):.0f} ms"
+
+
+@figure
 def universal_set_heads() -> Table:
     """Keys of leverage at least eps, and the share of the entries above eps on them, layers across."""
     return universal_set_table(read("selection"))
@@ -642,9 +650,11 @@ CLAIMS = {
 def claims(name: str) -> Table:
     """What a claim bounds, measured, with the seeds that met the bound: a column for each reading.
 
-    Where there is one reading, a line is a variant of the claim and a column a quantity.
+    All at n = 4,096, d = 32 and eps = 0.1. Where there is one reading, a line is a variant of the claim and a column
+    a quantity.
     """
-    rows = [row for row in claim_table(read("planted")).rows if row[0].startswith(CLAIMS[name])]
+    records = [r for r in select("planted", n=4096, d=32) if r.config["epsilon"] in (0.1, 1.0, None)]
+    rows = [row for row in claim_table(records).rows if row[0].startswith(CLAIMS[name])]
     readings = list(dict.fromkeys(row[1] for row in rows))
     cells = {row[:4]: f"{row[4]}, {row[5]}" for row in rows}
     if len(readings) > 1:
@@ -662,7 +672,7 @@ def seeds_held(claim: str, quantity: str, reading: str) -> str:
     """In how many draws of the planted model, at all numbers of keys, a claim held."""
     checks = [
         check["held"]
-        for record in [*read("planted/sizes"), *read("planted")]
+        for record in read("planted")
         if record.config["part"] == "claims" and record.config["reading"] == reading
         for check in record.results["checks"]
         if check["claim"] == claim and check["quantity"].startswith(quantity)
@@ -683,17 +693,11 @@ _CONCLUSIONS = (
 
 
 @figure
-def claim_sizes() -> Table:
-    """What was measured of the claims at other numbers of keys, with the seeds that met the bound."""
-    found = claim_table([*read("planted/sizes"), *read("planted")])
-    sizes = sorted((int(head.split()[1][2:]), place) for place, head in enumerate(found.columns) if " n=" in head)
-    rows = []
-    for row in found.rows:
-        cells = [row[place : place + 2] for _, place in sizes]
-        if row[1] != "normalized" and row[2].startswith(_CONCLUSIONS) and cells[0][0] != MISSING:
-            shown = (measured if measured == MISSING else f"{measured}, {held}" for measured, held in cells)
-            rows.append((f"{row[0]}, {row[1]}", f"{row[2]} {row[3]}", *shown))
-    return table(("claim", "quantity and bound", *(f"n = {n:,}" for n, _ in sizes)), rows, left=2)
+def probabilities() -> Table:
+    """In how many draws the conclusions of the claims held that were measured at every number of keys."""
+    made = probability_table(read("planted"))
+    rows = (row for row in made.rows if row[1].startswith(_CONCLUSIONS) and MISSING not in row[2:5])
+    return replace(made, rows=tuple(rows))
 
 
 @figure

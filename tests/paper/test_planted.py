@@ -334,5 +334,12 @@ def test_tables_have_methods_and_claims(records, tmp_path):
     assert {"yes", "no"} <= verdicts <= {"yes", "no", "partly", "-"}
     both = [{"held": True, "measured": 1.0}, {"held": False, "measured": 3.0}]
     assert tables.verdict(both) == ("2 (1 to 3)", "partly 1/2")
+    table = tables.probability_table(records)
+    assert table.columns[2:] == ("n = 200", "n = 300", "eps = 0.1", "eps = 1", "all draws", "95 %")
+    rows = {row[:2]: row[2:] for row in table.rows}
+    lemma = ("Lemma 1, small-noise", "max noise leverage / eps <= 1")
+    assert rows[lemma] == ("2/2", "2/2", "4/4", "-", "4/4", "51 to 100 %")
+    corollary = ("Corollary 1, normalized", "signal groups that are one cluster = 1")
+    assert rows[corollary] == ("0/2", "0/2", "-", "0/4", "0/4", "0 to 49 %")
     tables.planted_plot(records, settings[0], tmp_path / "planted.png")
     assert (tmp_path / "planted.png").read_bytes().startswith(b"\x89PNG")

@@ -272,7 +272,7 @@ def _planted(item: Item) -> Callable[..., None]:
         with session.reading():
             settings = tables.recall_settings(records)
             made = [tables.recall_table(records, setting) for setting in settings]
-            _show(session, item.name, [*made, tables.claim_table(records)])
+            _show(session, item.name, [*made, tables.claim_table(records), tables.probability_table(records)])
             for setting in settings:
                 name = f"planted {tables.describe_setting(setting)}.png".replace(" ", "-").replace("=", "")
                 tables.planted_plot(records, setting, session.out / name)

@@ -50,23 +50,23 @@ reuse | reuse | 1 min, 1,280 tokens | language/reuse
     section 3: a selection reused in decoding | Loss of 256 steps whose keys are selected once, or again and again.
 universal-set | language | 21 min, 1024 tokens | language/universal-set, selection
     section 2: universal set with HyperAttention inside | Loss of attention over keys of leverage at least eps.
-planted | planted | 3 min, 5 seeds | planted
+planted | planted | 11 min, 20 seeds | planted
     section 4 and its appendices | Every claim on the planted model, and which scorer finds the planted keys.
-theorem-1 | planted | 1 s | planted | leverage
+theorem-1 | planted | 2 min, 20 seeds | planted | leverage
     Lemmas 1 and 2, Theorem 1 | Leverage separates signal from noise; the universal set at rho.
-theorem-2 | planted | 3 s | planted | clusters
+theorem-2 | planted | 1 min, 20 seeds | planted | clusters
     Theorem 2 | Optimal clusters are the planted groups.
-corollary-1 | planted | 4 s | planted | singleton, variance ratio
+corollary-1 | planted | 2 min, 20 seeds | planted | singleton, variance ratio
     Corollary 1 | Singletons are clusters of their own; D_min of the variance-ratio model.
-claim-1 | planted | 2 min | planted | l_p
+claim-1 | planted | 3 min, 5 seeds | planted | l_p
     Claim 1 | l_p clustering and sensitivities.
 appendix-a | language | 7 min, 1024 tokens | language/appendix-a
     Appendix A | Budget by residual samples by blockwise flag for k-means, k-median, leverage and Gaussian k-means.
 appendix-b | planted | 3 s | planted | counterexample
     Appendix B | Without normalisation k-means loses the signal.
-appendix-c | planted | 5 s | planted | many clusters
+appendix-c | planted | 1 min, 20 seeds | planted | many clusters
     Appendix C | k = Theta(d / eps) clusters.
-appendix-d | planted | 30 s | planted | latent
+appendix-d | planted | 3 min, 5 seeds | planted | latent
     Appendix D | A latent subspace, rho, and k = O(d / rho) clusters.
 appendix-e | vision | within table2 | vision/grid-1000
     Appendix E | Top-1 with leverage scores and key norms.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from prescore.bench.language.answers import wilson_interval
 from prescore.bench.plots import COLOURS, bars, figure
 from prescore.bench.records import Record, Values
 from prescore.bench.tables import MISSING, Table, as_text, mean_and_spread, span
@@ -79,6 +80,34 @@ def claim_table(records: Sequence[Record]) -> Table:
         rows=tuple(rows),
         note="measured: mean over seeds (lowest to highest); held: seeds in which the bound was met",
         left=4,
+    )
+
+
+def probability_table(records: Sequence[Record]) -> Table:
+    """In how many draws each claim held, by every value of n, d and eps, and the interval of its probability."""
+    draws: dict[tuple[str, ...], list[tuple[Values, bool]]] = defaultdict(list)
+    for record in records:
+        for check in record.results.get("checks", ()):
+            claim = f"{check['claim']}, {record.config['reading']}"
+            bounded = f"{check['quantity']} {check['relation']} {as_text(check['bound'])}"
+            draws[claim, bounded].append((record.config, check["held"]))
+    configs = [config for draw in draws.values() for config, _ in draw]
+    values = {name: sorted({config[name] for config in configs} - {None}) for name in _SETTING[:3]}
+    varied = [(name, value) for name, several in values.items() if len(several) > 1 for value in several]
+    rows = []
+    for names, draw in draws.items():
+        held = [[met for config, met in draw if config[name] == value] for name, value in varied]
+        held.append([met for _, met in draw])
+        low, high = wilson_interval(sum(held[-1]) / len(draw), len(draw))
+        cells = [f"{sum(some)}/{len(some)}" if some else MISSING for some in held]
+        rows.append((*names, *cells, f"{100 * low:.0f} to {100 * high:.0f} %"))
+    heads = (f"{'eps' if name == 'epsilon' else name} = {value:,g}" for name, value in varied)
+    return Table(
+        title="Probability of each claim",
+        columns=("claim", "quantity and bound", *heads, "all draws", "95 %"),
+        rows=tuple(rows),
+        note="draws in which the bound was met; 95 %: Wilson's interval of the probability over all draws",
+        left=2,
     )
 
 
