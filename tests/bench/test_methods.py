@@ -15,7 +15,7 @@ from prescore import Exact, Hyper, KMeans, Leverage, Lsh, Routed, Selected, list
 from prescore.bench.baselines import list_baselines
 from prescore.bench.language.documents import Document
 from prescore.bench.language.model import LanguageModel
-from prescore.bench.language.perplexity import make_windows, measure_loss, window_losses
+from prescore.bench.language.perplexity import Window, make_windows, measure_loss, window_losses
 from prescore.bench.methods import EXACT, Baseline, Local, Method, Sizes, change, parse_method
 from prescore.bench.observed import Observed, observed
 from prescore.integrations.attention import AttentionContext, PrescoredAttention, layer_seed
@@ -118,8 +118,19 @@ CONFIGS = [
 ]
 
 
+def test_every_window_has_draws_of_its_own(tiny, window):
+    tokens = window.tokens.clone()
+    tokens[-1] = tokens[-2]
+    for config, is_random in ((Exact(), False), (CONFIGS[0], True)):
+        both = (Window("text", some, window.first) for some in (window.tokens, tokens))
+        results = (measure_loss(tiny, one, Method("some", config), segments=2) for one in both)
+        before, after = (one["segment_losses"][0] for one in results)  # the last token is in the other half
+        assert (abs(before - after) > 1e-6) == is_random
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
-def test_a_configuration_does_what_apply_does(tiny, window, config):
+def test_a_configuration_does_what_apply_does(tiny, window, config, monkeypatch):
+    monkeypatch.setattr(Window, "seed", lambda window, seed: seed)  # `apply` draws from seed 0
     with prescore.apply(tiny.model, config):
         expected = float(window_losses(tiny, window).mean())
     assert measure_loss(tiny, window, Method("some", config))["loss"] == pytest.approx(expected, abs=1e-6)

@@ -1,6 +1,7 @@
 """Vision models at a budget of keys: images, models, results, the command."""
 
 import importlib.util
+import itertools
 import json
 
 import pytest
@@ -257,6 +258,21 @@ def test_results_of_exact_and_of_all_keys_selected(study):
     assert every["kl"] == pytest.approx(0, abs=1e-5)
     assert few["kl"] > 1e-3
     assert few["attention_seconds"] > 0
+
+
+def test_every_image_has_draws_of_its_own_whatever_the_batches(model_folder, tmp_path):
+    for number in range(4):
+        picture(tmp_path / "same" / "class" / f"{number}.png")
+    images, model = open_folder(tmp_path / "same"), load_vision_model(model_folder)
+    config = image_config("random", 4, n_prefix=1)
+
+    def logits(batch_size, seed):
+        return Study(model, images, {}, batch_size).predict(PrescoredAttention(config), seed).logits
+
+    drawn = logits(4, 0)
+    assert all(float((one - other).abs().max()) > 1e-4 for one, other in itertools.combinations(drawn, 2))
+    torch.testing.assert_close(logits(3, 0), drawn)
+    assert float((logits(4, 1) - drawn).abs().max()) > 1e-4
 
 
 def test_the_grid_repeats_nothing_that_cannot_differ(study):

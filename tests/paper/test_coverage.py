@@ -1,5 +1,6 @@
 """Coverage of heavy entries, Appendix G."""
 
+import itertools
 import re
 
 import pytest
@@ -82,6 +83,8 @@ def test_a_protected_prefix_is_selected(keep_prefix, study, monkeypatch):
     monkeypatch.setattr(coverage, "membership", lambda *given: selected.append(real(*given)) or selected[-1])
     measure_coverage(study.observe, Selected("uniform", 3, sinks=0), (0.1,), keep_prefix=keep_prefix)
     assert all(keys[..., 0].all() for keys in selected) == keep_prefix
+    # every image of a batch has draws of its own
+    assert not any(torch.equal(one, other) for keys in selected for one, other in itertools.combinations(keys, 2))
 
 
 @pytest.mark.parametrize("name", ["exact", "centroids", "kmeans+centroids", "routed", "default"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from prescore.integrations.audit import measure_errors
 from prescore.integrations.decode import NO_INDEX, PROMPT, CachedKeys, ExternalCache, LayerCache, warn_once
 from prescore.integrations.masks import NO_STRUCTURE, MaskForm, exact_under_mask, prescored_under_mask, read_mask
 from prescore.integrations.report import READS_ALL, CallTrace, Counts, Errors, Trace, what_ran
-from prescore.rng import Streams
+from prescore.rng import Streams, as_streams
 from prescore.types import Reads, Result
 
 ON_UNSUPPORTED = ("raise", "exact")
@@ -98,7 +98,8 @@ class PrescoredAttention:
         config: How to attend; None = the default.
         on_unsupported: What cannot be honoured raises, or runs exactly (`exact`) with one warning.
         protect_prefix: Always read the tokens before the image patches; False is for comparison only.
-        seed: Each layer draws from its own stream of this seed, so that layers do not lose the same keys.
+        seed: Each layer draws from its own stream of this seed, so that layers do not lose the same keys. One seed
+            for each sequence of the batch gives each its own draws.
         warned: Warnings already given; layers that share the set warn once. With a set, also warn if the
             configuration is exact at the model's fixed input length.
         audit: Share of the queries whose error is measured, see `prescore.apply`; None = none.
@@ -115,7 +116,7 @@ class PrescoredAttention:
         on_unsupported: str = "raise",
         *,
         protect_prefix: bool = True,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         warned: set[str] | None = None,
         audit: float | None = None,
         backend: str = "auto",
@@ -147,7 +148,7 @@ class PrescoredAttention:
             output = _original(query, key, value, context, form)
         else:
             config = self.with_prefix(context.n_prefix, form.fewest_keys()) if context.n_prefix else self.config
-            streams = Streams(layer_seed(self.seed, context.layer), first_head=context.first_head)
+            streams = replace(layer_streams(self.seed, context.layer), first_head=context.first_head)
             options = Options(
                 scale=context.scale, dropout_p=context.dropout, generator=streams, backend=self.backend
             )
@@ -230,7 +231,7 @@ class PrescoredAttention:
         if self._audit is None or context.dropout or is_own or form.kind == "other" or key.shape[2] < form.n_keys:
             return Errors()
         self._n_audits += 1
-        seed = Streams(layer_seed(self.seed, context.layer)).child(f"call {self._n_audits}").seed
+        seed = layer_streams(self.seed, context.layer).child(f"call {self._n_audits}").seed
         share, scale = self._audit, context.scale
         return measure_errors(query, key, value, output, form, scale=scale, share=share, seed=seed)
 
@@ -244,6 +245,13 @@ def refusal(layer: int, owner: str, reasons: Sequence[str]) -> Unsupported:
     """Why pre-scored attention cannot run in a layer, and the cure."""
     what = f"pre-scored attention in layer {layer} ({owner})"
     return Unsupported(what, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
+
+
+def layer_streams(seed: int | Sequence[int], layer: int) -> Streams:
+    """The streams of one layer, of one seed for all sequences or of one for each."""
+    if isinstance(seed, int):
+        return Streams(layer_seed(seed, layer))
+    return as_streams([layer_seed(one, layer) for one in seed], batch=len(seed))
 
 
 @lru_cache(maxsize=4096)  # of every step of every layer

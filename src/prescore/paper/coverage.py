@@ -21,6 +21,7 @@ from prescore.bench.methods import PUBLISHED, ScorerName, image_config
 from prescore.bench.plots import figure, line_style
 from prescore.bench.records import Record, Row, Values
 from prescore.bench.tables import MISSING, Table, as_text
+from prescore.bench.vision.accuracy import image_seeds
 from prescore.bench.vision.tables import label, values_by_line
 from prescore.config import Selected
 from prescore.integrations.apply import Observer
@@ -97,7 +98,9 @@ def measure_coverage(
     def observer(query: Tensor, key: Tensor, context: AttentionContext) -> None:
         nonlocal n_keys
         sinks = max(config.sinks, context.n_prefix) if keep_prefix else config.sinks
-        chosen = select_by(key, config.replace(sinks=sinks), generator=layer_seed(seed, context.layer))
+        first = sum(len(part["mass"]) for part in by_layer.get(context.layer, ()))
+        seeds = [layer_seed(one, context.layer) for one in image_seeds(seed, first, len(key))]
+        chosen = select_by(key, config.replace(sinks=sinks), generator=seeds)
         selected = membership(chosen, key.shape[2])  # [B, Hkv, N]
         chances.append(float(selected.float().mean()))
         n_keys = max(n_keys, key.shape[2])

@@ -62,7 +62,7 @@ def measure_reuse(
     with language_model.extended(len(tokens)):
         cache = PrescoredCache(model.config, refresh_every=refresh_every)
         logits = [prefill(model, tokens[None, : window.first], cache)]
-        with observed(model, method.config, seed=seed) as observer:
+        with observed(model, method.config, seed=window.seed(seed)) as observer:
             for token in tokens[window.first : -1]:
                 logits.append(model(token[None, None], past_key_values=cache, use_cache=True).logits[0, -1])
             results: Values = {"paths": dict(observer.paths)}

@@ -21,6 +21,7 @@ from prescore.bench.observed import costs_of_ranks, observed
 from prescore.bench.records import Row, Values
 from prescore.integrations.apply import Layers
 from prescore.parallel.comm import Group
+from prescore.rng import Streams
 
 POSITIONS_AT_ONCE = 256
 """Positions whose logits are in memory at the same time."""
@@ -47,6 +48,10 @@ class Window:
     def digest(self) -> str:
         """A hash of the tokens: a changed text is another row."""
         return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:12]
+
+    def seed(self, seed: int) -> int:
+        """Of the draws of this window."""
+        return Streams(seed).child(f"window {self.digest}").seed
 
 
 def make_windows(
@@ -141,11 +146,14 @@ def measure_loss(
 ) -> Values:
     """Loss, perplexity, reads per query and times of one window under one method, on one rank or several.
 
-    With `segments`, also the mean losses of so many consecutive parts of the counted positions.
+    Every window has draws of its own under the same seed. With `segments`, also the mean losses of so many
+    consecutive parts of the counted positions.
     """
     with (
         language_model.extended(len(window.tokens)) as scaling,
-        observed(language_model.model, method.config, layers=layers, seed=seed, group=group) as observer,
+        observed(
+            language_model.model, method.config, layers=layers, seed=window.seed(seed), group=group
+        ) as observer,
     ):
         cost = observer.results if group is None else costs_of_ranks(observer, group)
         begin = time.perf_counter()

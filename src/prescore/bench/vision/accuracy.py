@@ -22,6 +22,7 @@ from prescore.bench.records import Row, Values
 from prescore.bench.vision.models import Images, VisionModel
 from prescore.integrations.apply import Observer, observe, replace_attention
 from prescore.integrations.attention import Attend, PrescoredAttention, original_attention
+from prescore.rng import Streams
 
 PAPER_GRID = (
     "exact",
@@ -73,14 +74,18 @@ class Study:
         return self.predict(original_attention)
 
     @torch.inference_mode()
-    def predict(self, attend: Attend) -> Predictions:
-        """Run all images through the model with `attend` in every layer."""
+    def predict(self, attend: Attend, seed: int = 0) -> Predictions:
+        """Run all images through the model with `attend` in every layer; every image has draws of its own."""
         observer = Observed(dict.fromkeys(range(self.model.n_layers), attend))
         undo = replace_attention(self.model.model, dict.fromkeys(observer.functions, observer))
-        logits, labels, seconds = [], [], 0.0
+        logits: list[Tensor] = []
+        labels: list[Tensor] = []
+        seconds = 0.0
         try:
             for pixels, truth in self.images.batches(self.model.preprocessing, self.batch_size):
                 pixels = pixels.to(self.device)  # noqa: PLW2901
+                if isinstance(attend, PrescoredAttention):
+                    attend.seed = image_seeds(seed, sum(len(some) for some in labels), len(pixels))
                 begin = time.perf_counter()
                 logits.append(self.model.logits(pixels).float().cpu())
                 seconds += time.perf_counter() - begin
@@ -99,10 +104,10 @@ class Study:
             for pixels, _ in self.images.batches(self.model.preprocessing, self.batch_size):
                 self.model.logits(pixels.to(self.device))
 
-    def measure(self, attend: Attend) -> Values:
+    def measure(self, attend: Attend, seed: int = 0) -> Values:
         """Accuracy, difference from the exact predictions, and speed."""
         exact = self.exact
-        predictions = exact if attend is original_attention else self.predict(attend)
+        predictions = exact if attend is original_attention else self.predict(attend, seed)
         log_exact = exact.logits.log_softmax(-1)
         divergence = (log_exact.exp() * (log_exact - predictions.logits.log_softmax(-1))).sum(-1).mean()
         same = (predictions.logits.argmax(-1) == exact.logits.argmax(-1)).float().mean()
@@ -155,6 +160,11 @@ def accuracy_rows(
             "config": config.to_dict(),
         }
         drawn = seed if scorer and scorer.is_random else 0
-        layer = PrescoredAttention(config, protect_prefix=keeps, seed=drawn)
-        rows.append(Row(described, drawn, partial(study.measure, layer)))
+        layer = PrescoredAttention(config, protect_prefix=keeps)
+        rows.append(Row(described, drawn, partial(study.measure, layer, drawn)))
     return rows
+
+
+def image_seeds(seed: int, first: int, n_images: int) -> list[int]:
+    """A seed for each of so many images from the number `first` on: they do not depend on the batches."""
+    return [Streams(seed).child(f"image {number}").seed for number in range(first, first + n_images)]
