@@ -15,7 +15,7 @@ from prescore.bench.records import Record, measure, read_records
 from prescore.bench.speed import studies, timing
 from prescore.bench.speed.heads import find_heads, heads_at_lengths, save_heads
 from prescore.bench.speed.studies import METHODS, Run, make_method, measure_methods, plan_rows
-from prescore.bench.speed.tables import curve, exponent, kinds, length_plot, tables
+from prescore.bench.speed.tables import curve, exponent, kinds, length_plot, selects, tables
 from prescore.errors import Unsupported
 
 SETTINGS = {"heads": 2, "dim": 16, "dtype": "float32", "repeats": 1, "top_k": 32, "min_seq_len": 64}
@@ -163,6 +163,23 @@ def test_every_study_becomes_a_table(monkeypatch, tmp_path):
     for field in ("seconds", "speedup"):
         length_plot(records, tmp_path / "plot.png", field)
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_columns_in_which_nothing_is_selected_say_so():
+    run = Run({**SETTINGS, "top_k": 64, "methods": ["hyper", "paper:key-norm"]}, lengths=[128, 256], causal=[True])
+    (table,) = (
+        t for t in tables([measure("speed", row) for row in plan_rows(run, ["lengths"])][:2]) if "n" in t.columns
+    )
+    # blocks of 64 keys at 128 tokens, and of 128 at 256
+    assert [["no selection" in cell for cell in row] for row in table.rows[:2]] == [
+        [False] * 3 + [True],
+        [False] * 4,
+    ]
+    config = {"top_k": 2048, "min_seq_len": 2048}
+    chosen = [
+        selects({**config, "n": n, "causal": c}, "paper:kmeans") for n in (4096, 4097) for c in (True, False)
+    ]
+    assert chosen == [False, True, True, True]
 
 
 def test_curves_and_exponents_of_known_records():

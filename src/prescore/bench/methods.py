@@ -201,6 +201,17 @@ def leaf_of(length: int) -> int:
     return max(1, length // LEAVES_PER_TEXT)
 
 
+def largest_block(length: int, leaf: int) -> int:
+    """Keys of the largest off-diagonal block of the causal recursion; 0 = everything is in one leaf.
+
+    A budget of as many keys filters nothing, so that all scorers give one result.
+    """
+    block = leaf
+    while 2 * block < length:
+        block *= 2
+    return block if block < length else 0
+
+
 # Names.
 
 PAPER, SAMPLE, ADDS_CENTROIDS = "paper:", "-sample", "+centroids"

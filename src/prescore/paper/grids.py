@@ -16,7 +16,17 @@ from typing import Any
 from prescore import checks
 from prescore.bench.cli.options import read_value
 from prescore.bench.language.grid import check_set, grid_methods, unique
-from prescore.bench.methods import EXACT, SINKS, Baseline, Method, change, leaf_of, local_only, sliding_window
+from prescore.bench.methods import (
+    EXACT,
+    SINKS,
+    Baseline,
+    Method,
+    change,
+    largest_block,
+    leaf_of,
+    local_only,
+    sliding_window,
+)
 from prescore.bench.records import Values
 from prescore.config import Coupling, Exact, Hyper, Lsh, Routed, Selected
 from prescore.paper.printed import BUDGETS, GAUSSIAN_BUDGETS
@@ -208,17 +218,6 @@ _QUICK_BUDGETS = {
     **dict.fromkeys(("figure-glm3", "appendix-i"), (0, 128, 2048, 16384)),
 }
 """Budgets of `--quick`, as the paper prints them."""
-
-
-def largest_block(length: int, leaf: int) -> int:
-    """Keys of the largest off-diagonal block of the causal recursion; 0 = everything is in one leaf.
-
-    A budget of as many keys filters nothing, so that all scorers give one result.
-    """
-    block = leaf
-    while 2 * block < length:
-        block *= 2
-    return block if block < length else 0
 
 
 def default_lengths(experiment: str | None, trained: int | None) -> list[int]:

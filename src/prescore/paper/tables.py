@@ -12,11 +12,11 @@ from typing import Any
 
 from prescore.bench.language.plots import BUDGET, Lines, plot_losses
 from prescore.bench.language.tables import Summary, csv_text, group_by, result
+from prescore.bench.methods import largest_block
 from prescore.bench.plots import line_plot
 from prescore.bench.records import Record
 from prescore.bench.tables import MISSING, Table, as_text, percent
 from prescore.paper import printed
-from prescore.paper.grids import largest_block
 
 CsvLines = list[list[Any]]
 _GRIDS = ("appendix-a", "figure-glm3", "appendix-i", "appendix-f")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from prescore.bench.methods import PAPER, largest_block
 from prescore.bench.plots import COLOURS, figure, powers_of_two
 from prescore.bench.records import Record, Values
 from prescore.bench.speed.timing import EXACT
@@ -133,6 +134,7 @@ def length_table(records: Sequence[Record], causal: bool, backward: bool) -> Tab
                 cells.append(MISSING)
             else:
                 also = f"error {entry['error']}" if is_saved else f"({percent(entry['share_of_bound'])})"
+                also += "" if selects(record.config, entry["name"]) else ", no selection"
                 cells.append(f"{entry['speedup']:.2f}x {also}\n{entry['time']}")
         label = by_name[EXACT]["layer"] if is_saved else str(record.config["n"])
         rows.append((label, by_name[EXACT]["time"], *cells))
@@ -142,10 +144,18 @@ def length_table(records: Sequence[Record], causal: bool, backward: bool) -> Tab
     heads = " and ".join(str(number) for number in sorted({record.config["heads"] for record in chosen}))
     note = (
         "x = exact time / method time on the same heads; (%) = share of the speed-up that the keys read allow; "
-        f"± = slowest - fastest; {heads} heads"
+        f"± = slowest - fastest; {heads} heads; no selection = the budget keeps every key, so nothing is scored"
     )
     note += f"; named rows = saved heads of a model; {_ERROR}" if saved else ""
     return Table(f"Attention, {kind(chosen[0].config)}", ("n", *methods), tuple(rows), note)
+
+
+def selects(config: Values, method: str) -> bool:
+    """Whether a method is none of the paper's, or its budget leaves out a key."""
+    n, leaf = config["n"], config["min_seq_len"]
+    return not method.startswith(PAPER) or config["top_k"] < (
+        largest_block(n, leaf) if config.get("causal", True) else n
+    )
 
 
 def share_table(record: Record) -> Table:
