@@ -746,6 +746,19 @@ def top1(method: str, budget: str = "", clusters: str = "") -> str:
 
 
 @figure
+def vision_times() -> Table:
+    """Time in attention over that of exact attention, by method and budget."""
+    cells: dict[str, dict[int, str]] = defaultdict(dict)
+    for record in read("vision/times"):
+        ratio = record.results["attention_seconds"] / record.results["attention_seconds_exact"]
+        if record.config["method"] != "exact":
+            cells[record.config["method"]][record.config["budget"]] = f"{ratio:.1f}"
+    budgets = sorted({budget for row in cells.values() for budget in row})
+    rows = [(method, *(row.get(budget, MISSING) for budget in budgets)) for method, row in cells.items()]
+    return table(("method", *map(str, budgets)), rows)
+
+
+@figure
 def beside_published() -> Table:
     """The paper's top-1 beside ours."""
     found, rows = accuracies(), []
