@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prescore.bench.language.tables import Summary, summarise
+from prescore.bench.language.tables import Summary, half_width, summarise
 from prescore.bench.records import Record, Values, read_records
 from prescore.bench.tables import MISSING, Table
 from prescore.paper import printed
@@ -522,9 +522,14 @@ def table1(folder: str) -> Table:
 
 @figure
 def gain(folder: str, before: str, after: str) -> str:
-    """How much better one method of Table 1 is than another, in nats."""
-    losses = {s.label: s.loss for s in summaries(folder)}
-    return f"{losses[before] - losses[after]:.2f}"
+    """By how many nats one method is better than another, ± 95 % over documents or seeds, and in how many runs."""
+    runs = {s.label: s.runs for s in summaries(folder)}
+    # a method without draws has one run, which stands for every seed
+    worse = {key: runs[before].get(key, runs[before].get((key[0], 0))) for key in runs[after]}
+    pairs = {key: worse[key] - loss for key, loss in runs[after].items()}
+    width, better = half_width(pairs), sum(pair > 0 for pair in pairs.values())
+    around = "" if width is None else f" ± {width:.2f}"
+    return f"{round(statistics.fmean(pairs.values()), 2) + 0:.2f}{around} nats, better in {better} of {len(pairs)} runs"
 
 
 @figure
