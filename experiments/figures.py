@@ -524,12 +524,12 @@ def table1(folder: str) -> Table:
 def gain(folder: str, before: str, after: str) -> str:
     """By how many nats one method is better than another, ± 95 % over documents or seeds, and in how many runs."""
     runs = {s.label: s.runs for s in summaries(folder)}
+    first = runs[before]
     # a method without draws has one run, which stands for every seed
-    worse = {key: runs[before].get(key, runs[before].get((key[0], 0))) for key in runs[after]}
-    pairs = {key: worse[key] - loss for key, loss in runs[after].items()}
-    width, better = half_width(pairs), sum(pair > 0 for pair in pairs.values())
-    around = "" if width is None else f" ± {width:.2f}"
-    return f"{round(statistics.fmean(pairs.values()), 2) + 0:.2f}{around} nats, better in {better} of {len(pairs)} runs"
+    gains = {key: first[key if key in first else (key[0], 0)] - loss for key, loss in runs[after].items()}
+    width, better = half_width(gains), sum(gained > 0 for gained in gains.values())
+    mean = f"{round(statistics.fmean(gains.values()), 2) + 0:.2f}" + ("" if width is None else f" ± {width:.2f}")
+    return f"{mean} nats, better in {better} of {len(gains)} runs"
 
 
 @figure
