@@ -21,6 +21,7 @@ SMALL = {
     "quest": {"budget": 4, "page_size": 2, "chunk_size": 5},
     "snapkv": {"budget": 3, "window": 2, "kernel_size": 3, "chunk_size": 5},
     "minference": {"budget": 4, "window": 3, "sinks": 1, "chunk_size": 5},
+    "flexprefill": {"budget": 3, "block_size": 2, "chunk_size": 4},
     "xattention": {"budget": 2, "block_size": 2, "stride": 2, "chunk_size": 5},
 }
 FULL = {
@@ -32,9 +33,10 @@ FULL = {
     "quest": {"budget": 64, "page_size": 4, "chunk_size": 5},
     "snapkv": {"budget": 64, "chunk_size": 5},
     "minference": {"budget": 64, "chunk_size": 5},
+    "flexprefill": {"budget": 64, "block_size": 4, "chunk_size": 8},
     "xattention": {"budget": 64, "block_size": 4, "stride": 2, "chunk_size": 5},
 }
-CAUSAL = {"quest", "snapkv", "minference", "xattention"}
+CAUSAL = {"quest", "snapkv", "minference", "flexprefill", "xattention"}
 """Rules that choose among earlier keys."""
 every_baseline = pytest.mark.parametrize("name", BASELINES)
 every_baseline_and_mask = pytest.mark.parametrize(
@@ -184,6 +186,13 @@ def test_same_seed_same_bits_whatever_the_defaults_of_torch(name, is_causal):
         ("quest", {"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),
         ("snapkv", {"kernel_size": 4, "is_causal": True}, ValueError, "kernel_size must be odd, got 4"),
         ("minference", {"sinks": -1, "is_causal": True}, ValueError, "sinks must be at least 0, got -1"),
+        ("flexprefill", {"tau": -0.1, "is_causal": True}, ValueError, "tau must be .* at least 0, got -0.1"),
+        (
+            "flexprefill",
+            {"block_size": 96, "is_causal": True},
+            ValueError,
+            "chunk_size must be a multiple of the block_size 96, got 512",
+        ),
         (
             "xattention",
             {"block_size": 12, "is_causal": True},

@@ -1,5 +1,7 @@
 """Rules of other methods for long prompts, each against its definition: one query, key or tile at a time."""
 
+import math
+
 import pytest
 import torch
 from baseline_reference import assert_differ, assert_same, dense, inputs
@@ -109,6 +111,67 @@ def test_minference_reads_the_columns_and_diagonals_of_the_last_queries(n_query,
     assert_same(BASELINES["minference"](*tensors, **options, is_causal=True), dense_of(tensors, choose))
 
 
+def heavier(weights):
+    """The share of the weight that is heavier than each."""
+    ordered = best(weights, len(weights))
+    return [
+        sum(weights[j] for j in ordered[: ordered.index(place)]) / sum(weights) for place in range(len(weights))
+    ]
+
+
+@pytest.mark.parametrize("n_query", [23, 14])
+@pytest.mark.parametrize("tau", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize(("budget", "size"), [(5, 3), (4, 2), (7, 3), (1, 2)])
+def test_flexprefill_reads_blocks_up_to_one_share_of_the_weight(n_query, tau, budget, size):
+    """No head is query-aware with the least `tau`, some with the middle one, all with the largest."""
+    query, key, _ = tensors = inputs(n_query=n_query)
+    scale, start, n_blocks = 8**-0.5, N - n_query, -(-N // size)
+    blocks = [range(block * size, min(N, (block + 1) * size)) for block in range(n_blocks)]
+    asked = [block for block in range(n_blocks) if blocks[block][-1] >= start]
+    read, n_aware = [], 0
+    for b in range(2):
+        scores, n_read = {}, 0
+        for h in range(4):
+            means = torch.stack([key[b, h // 2, list(block)].mean(0) for block in blocks])
+            weights = softmax_rows(query[b, h], key[b, h // 2], range(N - size, N), n_query)
+            columns = [float(weights[:, list(block)].sum()) / size for block in blocks]
+            slashes = [0.0] * n_blocks
+            for place in range(size):
+                for j in range(N - size + place + 1):
+                    slashes[(N - size + place - j) // size] += float(weights[place, j]) / size
+            estimate = (means @ query[b, h, -size:].mean(0) * scale).softmax(0).tolist()
+            middle = [(p + q) / 2 for p, q in zip(estimate, columns, strict=True)]
+            divergence = sum(
+                p * math.log(p / m) / 2
+                for row in (estimate, columns)
+                for p, m in zip(row, middle, strict=True)
+                if p
+            )
+            vertical, slash = heavier(columns), heavier(slashes)
+            shares = {(i, j): min(vertical[j], slash[i - j]) for i in asked for j in range(i + 1)}
+            if divergence**0.5 < tau:
+                n_aware += 1
+                rows = {i: query[b, h, [p - start for p in blocks[i] if p >= start]].mean(0) for i in asked}
+                flat = {
+                    (i, j): weight
+                    for i in asked
+                    for j, weight in enumerate((means[: i + 1] @ rows[i] * scale).softmax(0).tolist())
+                }
+                shares = dict(zip(flat, heavier(list(flat.values())), strict=True))
+            for (i, j), share in shares.items():
+                if j < i * size // SIZE * SIZE // size:
+                    scores[h, i, j] = -1.0 if j == 0 else share
+            n_read += sum(min(budget // size, i * size // SIZE * SIZE // size) for i in asked)
+        read.append(sorted(scores, key=lambda place: (scores[place], place))[:n_read])
+    assert n_aware in {0.0: [0], 0.25: range(1, 8), 1.0: [8]}[tau]
+
+    def choose(b, h, i, first):
+        return [p for head, row, block in read[b] if (head, row) == (h, i // size) for p in blocks[block]]
+
+    options = {"budget": budget, "tau": tau, "block_size": size, "chunk_size": SIZE}
+    assert_same(BASELINES["flexprefill"](*tensors, **options, is_causal=True), dense_of(tensors, choose))
+
+
 @pytest.mark.parametrize("n_query", [23, 11])
 @pytest.mark.parametrize("first_kept", [True, False])
 @pytest.mark.parametrize(("budget", "block_size", "stride"), [(4, 4, 2), (6, 3, 3), (2, 2, 1), (8, 4, 4)])
@@ -166,13 +229,14 @@ SETTINGS = {
     "quest": {"budget": 4, "page_size": 2},
     "snapkv": {"budget": 4, "window": 2, "kernel_size": 1},
     "minference": {"budget": 6, "window": 3, "sinks": 0},
+    "flexprefill": {"budget": 6, "block_size": 3},
     "xattention": {"budget": 6, "block_size": 3, "stride": 1},
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_later_tokens_change(name):
-    """Nothing in Quest and SnapKV, the own block in XAttention, all earlier rows in MInference."""
+    """Nothing in Quest and SnapKV, the own block in XAttention, all earlier rows in the others."""
     before = inputs()
     after = [tensor.clone() for tensor in before]
     for tensor in after:

@@ -11,6 +11,7 @@ from prescore.bench.baselines.lev_attention import lev_attention
 from prescore.bench.baselines.oracle import oracle_attention
 from prescore.bench.baselines.performer import performer_attention
 from prescore.bench.baselines.prefill import (
+    flexprefill_attention,
     minference_attention,
     quest_attention,
     snapkv_attention,
@@ -35,6 +36,7 @@ BASELINES: dict[str, Run] = {
     "quest": quest_attention,
     "snapkv": snapkv_attention,
     "minference": minference_attention,
+    "flexprefill": flexprefill_attention,
     "xattention": xattention,
 }
 """The baselines of this package."""

@@ -1,4 +1,4 @@
-"""How others choose keys in long prompts: Quest, SnapKV, MInference and XAttention.
+"""How others choose keys in long prompts: Quest, SnapKV, MInference, FlexPrefill and XAttention.
 
 Written from their papers, for quality alone: choices are masks in plain torch, and most take quadratic time. All
 of them read the chunk of a query exactly up to the query, and choose about `budget` of the keys before that chunk,
@@ -120,6 +120,51 @@ def minference_attention(
         distance = position[chunk.first :, None] - position[: chunk.first]
         # the last chunk may end behind the last key, where there are no queries
         return vertical[:, :, None, : chunk.first] | slash[:, :, distance.clamp_max(placed.call.n_keys - 1)]
+
+    return _attend_chunks(placed, chunk_size, choose)
+
+
+@baseline
+def flexprefill_attention(
+    placed: Placed, *, budget: int = 256, tau: float = 0.1, block_size: int = 128, chunk_size: int = 512
+) -> list[Part] | Attended:
+    """Every head reads the blocks that hold a share of its weight, found in one of two ways.
+
+    The last `block_size` queries give weights to blocks of keys. Means of blocks estimate these weights. A head
+    whose estimate has a Jensen-Shannon distance below `tau` to them is query-aware: means of blocks of queries and
+    of keys weigh every block. In other heads the last queries weigh columns and diagonals of blocks. The heaviest
+    are read, up to the share gamma of the weight. The published method is given gamma; here gamma is the share at
+    which the heads of a sequence read `budget` keys before their chunk on average. The first block is always read.
+    **Later tokens change what earlier queries read**, as in the published method.
+
+    Args:
+        placed: The call.
+        budget: Keys read before the query's chunk, on average over heads and queries.
+        tau: Largest distance of a query-aware head.
+        block_size: Queries and keys of a block.
+        chunk_size: Positions of a chunk, a multiple of `block_size`.
+    """
+    _check(placed, budget, chunk_size=chunk_size, block_size=block_size)
+    checks.number("tau", tau, minimum=0)
+    if chunk_size % block_size:
+        raise ValueError(f"chunk_size must be a multiple of the block_size {block_size}, got {chunk_size}")
+    if placed.empty:
+        return []
+    share, seen = _heavier_shares(placed, block_size, tau)
+    block, per_chunk = placed.arange(share.shape[-1]), chunk_size // block_size
+    earlier = (seen & (block < block[:, None] // per_chunk * per_chunk))[:, None].expand_as(share)
+    n_read = earlier.sum(-1).clamp_max(budget // block_size)
+    scores = share.masked_fill(block == 0, -1.0).masked_fill(~earlier, torch.inf)
+    # one gamma for all heads of a sequence: [B, everything else]
+    scores, n_read = (tensor.reshape(len(placed.valid), -1) for tensor in (scores, n_read))
+    ranks = scores.argsort(dim=-1, stable=True).argsort(-1)
+    read = (ranks < n_read.sum(-1, keepdim=True)).view_as(share)
+
+    def choose(chunk: _Chunk) -> Tensor:
+        position = placed.arange(chunk.first + chunk.query.shape[2]) // block_size
+        # the last chunk may end behind the last key, where there are no queries
+        rows = read[:, :, position[chunk.first :].clamp_max(len(block) - 1)]
+        return rows[..., position[: chunk.first]]
 
     return _attend_chunks(placed, chunk_size, choose)
 
@@ -279,24 +324,72 @@ def _sums_of_lines(placed: Placed, window: int) -> tuple[Tensor, Tensor]:
 
     Both are `[B * Hkv, G, Nk]`; -inf = no real key.
     """
-    call, n_keys = placed.call, placed.call.n_keys
-    every = placed.arange(n_keys)
-    end = (placed.valid * (every + 1)).amax(1) - placed.shift  # real positions [B]
-    position = end[:, None] - window + placed.arange(window)  # [B, w]
-    batch, heads, n_query, dim = call.query.shape
-    row = position + placed.shift[:, None] - (n_keys - n_query)
-    there = ((position >= 0) & (row >= 0))[:, None, :, None]
-    index = row.clamp(0, n_query - 1)[:, None, :, None].expand(-1, heads, -1, dim)
-    query = call.query.gather(2, index).to(accumulation_dtype(call.query.dtype)).where(there, 0.0)
+    every = placed.arange(placed.call.n_keys)
+    query, voting, position = _last_queries(placed, window)
     key_rows, visible = placed.key_tiles(every[None])
-    key = _rows(call.key, key_rows, visible)
-    logits = (query.view(len(key), -1, window, dim) @ key[:, None].mT) * call.scale
-    distance = (position[:, :, None] - every).repeat_interleave(call.key.shape[1], 0)[
-        :, None
-    ]  # [B * Hkv, 1, w, Nk]
-    seen = (distance >= 0) & visible[:, None, None]
+    key = _rows(placed.call.key, key_rows, visible)
+    logits = (query @ key[:, None].mT) * placed.call.scale
+    distance = (position[:, None, :, None] - every).repeat_interleave(placed.call.key.shape[1], 0)
+    seen = (distance >= 0) & visible[:, None, None]  # [B * Hkv, 1, w, Nk]
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-    voting = there.expand(batch, heads, window, 1).reshape(len(key), -1, window, 1) & seen.any(-1, keepdim=True)
-    weights = weights.where(voting, 0.0)
+    weights = weights.where(voting & seen.any(-1, keepdim=True), 0.0)
     by_distance = torch.zeros_like(weights).scatter_add_(-1, distance.clamp_min(0).expand_as(weights), weights)
     return weights.sum(2).masked_fill(~visible[:, None], -torch.inf), by_distance.sum(2)
+
+
+def _last_queries(placed: Placed, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The last `window` real queries `[B * Hkv, G, w, D]`, whether one is there, and their positions `[B, w]`."""
+    call = placed.call
+    end = (placed.valid * (placed.arange(call.n_keys) + 1)).amax(1) - placed.shift  # real positions [B]
+    position = end[:, None] - window + placed.arange(window)
+    batch, heads, n_query, dim = call.query.shape
+    row = position + placed.shift[:, None] - (call.n_keys - n_query)
+    there = ((position >= 0) & (row >= 0))[:, None, :, None].expand(batch, heads, window, 1)
+    index = row.clamp(0, n_query - 1)[:, None, :, None].expand(-1, heads, -1, dim)
+    query = call.query.gather(2, index).to(accumulation_dtype(call.query.dtype)).where(there, 0.0)
+    shape = (batch * call.key.shape[1], -1, window)
+    return query.view(*shape, dim), there.reshape(*shape, 1), position
+
+
+@torch.no_grad()
+def _heavier_shares(placed: Placed, size: int, tau: float) -> tuple[Tensor, Tensor]:
+    """What share of a head's weight is heavier than each block, `[B * Hkv, G, query blocks, key blocks]`.
+
+    Also whether a block has a real query and a real key, `[B * Hkv, query blocks, key blocks]`. See
+    `flexprefill_attention`.
+    """
+    scale, every = placed.call.scale, placed.arange(placed.call.n_keys)[None]
+    (query_rows, there), (key_rows, visible) = placed.query_tiles(every), placed.key_tiles(every)
+    key, has_key = _block_means(_rows(placed.call.key, key_rows, visible)[:, None], visible, size)
+    query, has_query = _block_means(_rows(placed.call.query, query_rows, there), there[:, 0] & visible, size)
+    last, voting, _ = _last_queries(placed, size)
+    mean = last.sum(2, keepdim=True) / voting.sum(2, keepdim=True).clamp_min(1)
+    estimate = ((mean @ key.mT) * scale).masked_fill(~has_key[:, None, None], -torch.inf).softmax(-1)[:, :, 0]
+    columns, diagonals = (
+        _cut(line.clamp_min(0.0).mT, size).sum(2).mT / voting.sum(2).clamp_min(1)
+        for line in _sums_of_lines(placed, size)
+    )
+    block = placed.arange(columns.shape[-1])
+    offset = block[:, None] - block
+    lines = torch.minimum(_heavier(columns)[:, :, None], _heavier(diagonals)[:, :, offset.clamp_min(0)])
+    seen = (offset >= 0) & has_key[:, None] & has_query[:, :, None]
+    logits = ((query @ key.mT) * scale).masked_fill(~seen[:, None], -torch.inf)
+    weights = logits.softmax(-1).where(seen[:, None], 0.0)
+    blocks = _heavier(weights.flatten(-2)).view_as(weights)
+    middle = ((estimate + columns) / 2).clamp_min(torch.finfo(columns.dtype).tiny)
+    divergence = (estimate.xlogy(estimate / middle) + columns.xlogy(columns / middle)).sum(-1) / 2
+    return blocks.where((divergence.clamp_min(0.0).sqrt() < tau)[..., None, None], lines), seen
+
+
+def _block_means(tensor: Tensor, there: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Means of the rows `[b, G, n, D]` of a block that are `there [b, n]`, and whether a block has any."""
+    count = _cut(there[..., None].to(tensor.dtype), size).sum(2)  # [b, blocks, 1]
+    sums = _cut(tensor.where(there[:, None, :, None], 0.0).flatten(0, 1), size).sum(2)
+    return sums.unflatten(0, tensor.shape[:2]) / count.clamp_min(1.0)[:, None], count[..., 0] > 0
+
+
+def _heavier(weights: Tensor) -> Tensor:
+    """What share of the last axis is above each of its weights, or equal and before it."""
+    shares = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    ordered, places = shares.sort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(shares).scatter(-1, places, ordered.cumsum(-1) - ordered)
