@@ -13,8 +13,7 @@ from prescore.integrations import decode
 from prescore.integrations.decode import LayerCache
 from prescore.integrations.transformers.cache import PrescoredCache
 from prescore.routed.decode import StepAttention
-from prescore.routed.int8_rows import UNIT_NUMBERS, from_int8_rows, row_size, to_int8_rows
-from prescore.routed.native.library import levels_of_processor
+from prescore.routed.int8_rows import from_int8_rows, to_int8_rows
 
 CONFIG = prescore.Routed(min_weight=1 / 32, cluster_size=16, chunk_size=32, sinks=2, exact_until=32)
 SIZES = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 1024, "initializer_range": 0.2}
@@ -63,62 +62,6 @@ def spread(model, ids, mask, start):
             layer.show()
         results = [steps(precise, held, ids[:, start : start + 40], mask[:, :start]) for held in (cache, rounded)]
     return float((results[0] - results[1]).abs().max())
-
-
-def test_rows_stand_for_their_numbers():
-    """Half a unit at most, in each group of its own; zeros, infinities and NaN stay what they are."""
-    generator = torch.Generator().manual_seed(0)
-    for dim in (16, 32, 48, 256):
-        wide = torch.randn(2, 3, dim, generator=generator)
-        wide[0, 0, : dim // 2] *= 1000
-        wide[1, 1] = 0
-        rows = to_int8_rows(wide)
-        assert rows.shape == (2, 3, row_size(dim))
-        assert rows.dtype == torch.uint8
-        for first in range(0, dim, UNIT_NUMBERS):
-            some = slice(first, first + UNIT_NUMBERS)
-            error = (from_int8_rows(rows, dim, torch.float64) - wide)[..., some].abs().amax(-1)
-            # the unit has eight bits, so a number next to the largest may be clamped by 127 * 2^-9 of it
-            assert (error <= wide[..., some].abs().amax(-1) / 127 * (0.5 + 127 / 2**9) * 1.01).all()
-    odd = torch.tensor([[torch.inf] * 16, [torch.nan] * 16])
-    assert not from_int8_rows(to_int8_rows(odd), 16, torch.float32).isfinite().any()
-
-
-@pytest.mark.parametrize("level", levels_of_processor())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (48, 80)])
-@torch.no_grad()
-def test_native_steps_read_rows_as_what_they_stand_for(dim, value_dim, dtype, level, monkeypatch):
-    monkeypatch.setenv("PRESCORE_NATIVE", level)
-    generator = torch.Generator().manual_seed(dim)
-    key, value = (torch.randn(2, 2, 300, size, generator=generator).to(dtype) for size in (dim, value_dim))
-    query = torch.randn(2, 6, 1, dim, generator=generator).to(dtype) * 3
-    end = far_end(300)
-    rows = tuple(to_int8_rows(t[:, :, :end]) for t in (key, value))
-    for t, some in zip((key, value), rows, strict=True):
-        t[:, :, :end] = from_int8_rows(some, t.shape[-1], dtype)
-    attend = StepAttention(CONFIG, scale=dim**-0.5)
-    assert not attend.reads_int8_rows(300, end)
-    expected = attend.attend(query, key, value)
-    assert attend.reads_int8_rows(300, end)
-    reads = attend.reads
-    got = attend.attend_int8_rows(query, key[:, :, end:], value[:, :, end:], rows)
-    assert attend.reads == reads
-    # rows stand for float32 numbers, which the keys above round to the dtype; the output is rounded too
-    size = torch.finfo(dtype).eps
-    assert torch.allclose(got.output.float(), expected.output.float(), rtol=8 * size, atol=8 * size)
-    assert torch.allclose(got.lse, expected.lse, rtol=8 * size, atol=16 * size)
-    with pytest.raises(ValueError, match="far rows must be those before the local keys, got 10 of 52"):
-        attend.attend_int8_rows(query, key[:, :, end:], value[:, :, end:], tuple(t[:, :, :10] for t in rows))
-    prepared, heads = attend._prepared[1], query.reshape(4, 3, 1, dim)
-    for wrong, message in (
-        (tuple(t[:, :1] for t in rows), "far key must be uint8"),
-        (tuple(t[..., :-1] for t in rows), "far key must be uint8"),
-        ((rows[0], rows[1].float()), "far value must be uint8"),
-        (tuple(t[:, :, :240] for t in rows), "far key must hold position 257"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            prepared.attend(heads, key[:, :, end:], value[:, :, end:], 16, wrong[0].shape[2], wrong)
 
 
 @pytest.mark.parametrize("chunks", [(200,), (96, 70, 34)])
