@@ -196,6 +196,13 @@ MERGES = [
     ((PART._replace(lse=SHORTER.lse), PART), ValueError, r"lse of shape \(2, 4, 5\), got \(2, 4, 4\) at 0"),
 ]
 
+NOT_NUMBERS = [
+    *((Routed, "sinks", "sinks must be an int"), (Selected, "min_fraction", "min_fraction must be a number")),
+    *((Selected, "selector", "selector must be one of 'top', 'sample'"), (Selected, "inner", "inner must be a")),
+    *((Selected, "scorer", "scorer must be a name"), (Hyper, "leaf_inclusive", "leaf_inclusive must be True")),
+]
+"""Settings that a tensor or an array is passed to; its numbers would fill a page."""
+
 
 def register(name, made):
     return prescore.register_scorer(name)(made)
@@ -250,6 +257,14 @@ def test_wrong_fields(kind, fields, error, message):
     refused(error, message, kind, **fields)
     if hasattr(kind, "replace"):
         refused(error, message, kind().replace, **fields)
+
+
+@pytest.mark.parametrize(("kind", "field", "rule"), NOT_NUMBERS)
+def test_messages_name_the_shape_of_a_tensor_and_not_its_numbers(kind, field, rule):
+    error = ValueError if "one of" in rule else TypeError
+    for given, text in ((QUERY, r"\(2, 4, 5, 4\) torch.float64"), (QUERY.numpy(), r"\(2, 4, 5, 4\) float64")):
+        refused(error, f"^{rule}.*, got .*{text}$", kind, **{field: given})
+    refused(error, f"^{rule}.*, got .*nested$", kind, **{field: NESTED})
 
 
 @pytest.mark.parametrize(("function", "options", "error", "message"), OTHERS, ids=shown)

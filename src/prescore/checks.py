@@ -18,15 +18,17 @@ from prescore.devices import all_finite
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LONG_BITS = 1024
 _LONG_TEXT = 40
+_LONG_LINE = 300
 LARGEST = 2**31 - 1
 """The largest count that any argument accepts: longer than any sequence, and without overflow."""
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Refuse a value outside a fixed list."""
-    if value not in allowed:
+    # arrays compare their numbers
+    if not isinstance(value, tuple({type(item) for item in allowed})) or value not in allowed:
         listed = ", ".join(repr(item) for item in allowed)
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, allowed)}")
+        raise ValueError(f"{name} must be one of {listed}, got {shown(value)}{nearest(value, allowed)}")
 
 
 def known_field(
@@ -56,13 +58,13 @@ def instance(name: str, value: Any, kinds: tuple[type, ...]) -> None:
     """Refuse anything but an object of one of some classes."""
     if not isinstance(value, kinds):
         listed = " or ".join(f"prescore.{kind.__name__}" for kind in kinds)
-        raise TypeError(f"{name} must be a {listed} object, got {type(value).__name__} {value!r}")
+        raise TypeError(f"{name} must be a {listed} object, got {type(value).__name__} {shown(value)}")
 
 
 def integer(name: str, value: Any, *, minimum: int, maximum: int = LARGEST) -> None:
     """Refuse anything but an int of at least `minimum` and at most `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {shown(value)}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {shown(value)}")
     if value > maximum:
@@ -83,7 +85,7 @@ def number(
 
 def _refuse_non_numbers(name: str, value: Any, rule: str = "a number") -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be {rule}, got {type(value).__name__} {value!r}")
+        raise TypeError(f"{name} must be {rule}, got {type(value).__name__} {shown(value)}")
 
 
 def sdpa_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
@@ -118,7 +120,7 @@ def device(name: str, value: str) -> None:
 def boolean(name: str, value: Any) -> None:
     """Refuse anything but True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {type(value).__name__} {value!r}")
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__} {shown(value)}")
 
 
 def budget(name: str, value: Any) -> None:
@@ -131,10 +133,17 @@ def budget(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a fraction in (0, 1] when it is a float, got {value}")
 
 
-def shown(value: float) -> str:
-    """A number as text for a message; very many digits are cut."""
-    text = str(value) if not isinstance(value, int) or value.bit_length() < _LONG_BITS else hex(value)
-    return text if len(text) <= _LONG_TEXT else f"{text[:_LONG_TEXT]}..."
+def shown(value: Any) -> str:
+    """A value as text of one line for a message: of a tensor or an array shape and dtype; long texts are cut."""
+    if isinstance(value, Tensor) and value.is_nested:
+        text = "nested"
+    elif getattr(value, "shape", ()) and hasattr(value, "dtype"):
+        text = f"{tuple(value.shape)} {value.dtype}"
+    else:
+        long_number = isinstance(value, int) and value.bit_length() >= _LONG_BITS
+        text = hex(value) if long_number else " ".join(repr(value).split())
+    longest = _LONG_TEXT if isinstance(value, int | float) else _LONG_LINE
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def dense(name: str, value: Any, rule: str = "a torch.Tensor") -> Tensor:

@@ -33,7 +33,7 @@ def register_scorer(name: str) -> Callable[[ScorerType], ScorerType]:
         ... class KeyNorm(Scorer): ...
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a non-empty str, got {name!r}")
+        raise TypeError(f"name must be a non-empty str, got {checks.shown(name)}")
 
     def register(scorer: ScorerType) -> ScorerType:
         bases = {(base.__module__, base.__name__) for base in getattr(scorer, "__mro__", ())}
@@ -59,7 +59,7 @@ def list_scorers() -> list[str]:
 def get_scorer(name: object) -> type[Any]:
     """The class registered under `name`."""
     if not isinstance(name, str):
-        raise TypeError(f"scorer must be a str, got {type(name).__name__} {name!r}")
+        raise TypeError(f"scorer must be a str, got {type(name).__name__} {checks.shown(name)}")
     checks.one_of("scorer", name, list_scorers())
     return _SCORERS[name]
 

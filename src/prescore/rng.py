@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from prescore import checks
 from prescore.devices import upload
 
 DEFAULT_SEED = 0
@@ -108,7 +109,9 @@ def check_generator(generator: object, name: str = "generator", *, batch: int | 
     if isinstance(generator, list | tuple) and batch is not None:
         for seed in generator:
             if isinstance(seed, bool) or not isinstance(seed, int):
-                raise TypeError(f"{name} must hold one int for each sequence, got {type(seed).__name__} {seed!r}")
+                raise TypeError(
+                    f"{name} must hold one int for each sequence, got {type(seed).__name__} {checks.shown(seed)}"
+                )
         if len(generator) != batch:
             raise ValueError(f"{name} must hold one seed for each of {batch} sequences, got {len(generator)}")
         return
@@ -117,7 +120,7 @@ def check_generator(generator: object, name: str = "generator", *, batch: int | 
         return
     rule = "an int, a torch.Generator or None"
     rule = rule if batch is None else "an int, one int for each sequence, a torch.Generator or None"
-    raise TypeError(f"{name} must be {rule}, got {type(generator).__name__} {generator!r}")
+    raise TypeError(f"{name} must be {rule}, got {type(generator).__name__} {checks.shown(generator)}")
 
 
 def as_streams(generator: Generator | Streams, *, batch: int | None = None) -> Streams:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prescore import checks
 from prescore.autograd import records_gradients
 from prescore.errors import Unsupported
 from prescore.routed.native import library
@@ -198,7 +199,7 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
         >>> applied = prescore.apply(use_int8_weights(model))
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, got {model!r}")
+        raise TypeError(f"model must be a torch module, got {checks.shown(model)}")
     if _suits(model):
         raise ValueError("model must hold linear layers, got a Linear alone, which Int8Linear(layer) converts")
     for parent, name in _places(model):

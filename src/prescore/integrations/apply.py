@@ -291,13 +291,13 @@ def pick_layers(layers: Layers | None, numbers: Sequence[int], name: str = "laye
             return list(named[layers])
         side, _, count = layers.partition(":")
         if side not in ("first", "last") or not count.isdigit() or int(count) == 0:
-            raise ValueError(f"{name} must be {_LAYERS_RULE}, got {layers!r}")
+            raise ValueError(f"{name} must be {_LAYERS_RULE}, got {checks.shown(layers)}")
         if int(count) > n_layers:
             raise ValueError(f"{name} must ask for at most the model's {n_layers} layers, got {layers!r}")
         return list(numbers[: int(count)] if side == "first" else numbers[-int(count) :])
     chosen = [layers] if isinstance(layers, int) else layers
     if not isinstance(chosen, Sequence) or not all(type(number) is int for number in chosen):
-        raise TypeError(f"{name} must be {_LAYERS_RULE}, got {layers!r}")
+        raise TypeError(f"{name} must be {_LAYERS_RULE}, got {checks.shown(layers)}")
     for number in chosen:
         if number not in numbers and not -n_layers <= number < 0:
             rule = f"{name} must be among the model's attention layers, {span(numbers)}, or {-n_layers} to -1"

@@ -128,7 +128,7 @@ def as_scorer(scorer: object) -> Scorer:
     if isinstance(scorer, Scorer):
         return scorer
     if not isinstance(scorer, str):
-        got = f"{type(scorer).__name__} {scorer!r}"
+        got = f"{type(scorer).__name__} {checks.shown(scorer)}"
         raise TypeError(f"scorer must be a name or a prescore.Scorer object, got {got}")
     made: Scorer = get_scorer(scorer)()
     return made

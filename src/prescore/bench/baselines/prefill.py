@@ -7,6 +7,7 @@ so that they can be compared at equal keys read. They need `is_causal=True`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -141,13 +142,12 @@ def flexprefill_attention(
         placed: The call.
         budget: Keys read before the query's chunk, on average over heads and queries.
         tau: Largest distance of a query-aware head.
-        block_size: Queries and keys of a block.
-        chunk_size: Positions of a chunk, a multiple of `block_size`.
+        block_size: Queries and keys of a block; its greatest common divisor with `chunk_size` is taken.
+        chunk_size: Positions of a chunk.
     """
     _check(placed, budget, chunk_size=chunk_size, block_size=block_size)
     checks.number("tau", tau, minimum=0)
-    if chunk_size % block_size:
-        raise ValueError(f"chunk_size must be a multiple of the block_size {block_size}, got {chunk_size}")
+    block_size = math.gcd(block_size, chunk_size)
     if placed.empty:
         return []
     share, seen = _heavier_shares(placed, block_size, tau)

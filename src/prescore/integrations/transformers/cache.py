@@ -73,7 +73,7 @@ class PrescoredCache(DynamicCache):
     ) -> None:
         checks.boolean("evict", evict)
         if dtype not in (None, torch.int8):
-            raise ValueError(f"dtype must be torch.int8 or None, got {dtype!r}")
+            raise ValueError(f"dtype must be torch.int8 or None, got {checks.shown(dtype)}")
         if refresh_every is not None:
             checks.integer("refresh_every", refresh_every, minimum=1)
         if evict and refresh_every is not None:
