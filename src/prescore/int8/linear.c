@@ -194,8 +194,9 @@ static void round_row(const LinearCall *p, int64_t row, int8_t *numbers, int64_t
             memcpy(rounded + j, &packed, sizeof packed);
             sum += some;
         }
-        unit[g] = one < INFINITY ? one : NAN;
-        start[g] = -ZERO * (int32_t)total(__builtin_convertvector(sum, floats)); /* exact: less than 2^24 */
+        const int is_finite = one < INFINITY; /* otherwise the numbers mean nothing, and their sum may be any */
+        unit[g] = is_finite ? one : NAN;
+        start[g] = is_finite ? -ZERO * (int32_t)total(__builtin_convertvector(sum, floats)) : 0; /* exact: less than 2^24 */
         for (j = 0; j < n; j += 4) memcpy(numbers + ((first + j) * rows + 4 * at), rounded + j, 4);
     }
 }
