@@ -24,6 +24,7 @@ from prescore.bench.records import Record, Values, read_records
 from prescore.bench.tables import MISSING, Table
 from prescore.paper import printed
 from prescore.paper import tables as paper
+from prescore.paper.coverage import coverage_table
 from prescore.paper.planted.tables import claim_table, probability_table, recall_settings, recall_table
 from prescore.paper.reuse import reuse_table
 from prescore.paper.selections import selection_table, universal_set_table
@@ -533,6 +534,14 @@ def gain(folder: str, before: str, after: str) -> str:
 
 
 @figure
+def budget_seconds() -> str:
+    """Processor seconds of attention in one forward, k-means with the flag and samples, by budget, ascending."""
+    found = {s.axes["top_k"]: s for s in summaries("appendix-a") if s.label.endswith("8 samples, blockwise")}
+    *times, last = (f"{found[top_k].processor_seconds:.1f} s for {top_k}" for top_k in sorted(found))
+    return f"{', '.join(times)} and {last} keys"
+
+
+@figure
 def appendix_f() -> Table:
     """Couplings by budget."""
     return paper.couplings(summaries("appendix-f"))
@@ -783,23 +792,8 @@ def beside_published() -> Table:
 
 @figure
 def coverage() -> Table:
-    """Share of heavy entries on selected keys, mean (median), and of the heaviest columns, beside chance."""
-    records = select("vision/coverage")
-    thresholds = records[0].config["thresholds"]
-    rows: list[Sequence[str]] = []
-    for record in records:
-        config, results = record.config, record.results
-        shares = [f"{results[f'heavy_{e}_mean']:.2f} ({results[f'heavy_{e}_median']:.2f})" for e in thresholds]
-        shares.append(" / ".join(f"{results[f'columns_{e}_mean']:.2f}" for e in thresholds))
-        cells = (config["method"], str(config["n_clusters"] or ""), str(config["budget"]))
-        rows.append((*cells, f"{results['chance']:.2f}", *shares))
-        theirs = printed.COVERAGE.get((config["method"], config["budget"]))
-        if theirs:
-            *heavy, columns = (f"{float(share) / 100:.2f}" for share in theirs)
-            name = f"paper: {config['method']}, ViT-B/16"
-            rows.append((name, "", cells[2], "", *(f"({share})" for share in heavy), columns))
-    heads = (*(f"> {threshold}" for threshold in thresholds), "heaviest columns")
-    return table(("method", "clusters", "keys", "chance", *heads), rows)
+    """Share of heavy entries on selected keys, and of the heaviest columns, beside chance."""
+    return coverage_table(read("vision/coverage"))
 
 
 # Context parallel, GPUs, other engines, servers.
