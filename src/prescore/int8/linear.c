@@ -187,16 +187,18 @@ static void round_row(const LinearCall *p, int64_t row, int8_t *numbers, int64_t
             most = (ints)choose(magnitude > most, (floats)magnitude, (floats)most);
         }
         for (j = 1; j < WIDTH; j++) most[0] = most[j] > most[0] ? most[j] : most[0];
-        const float largest = number((uint32_t)most[0]), one = (largest < p->smallest ? p->smallest : largest) * p->inverse, per_unit = 1.0f / one;
+        const float largest = number((uint32_t)most[0]);
+        const int is_finite = largest < INFINITY;
+        if (!is_finite) memset(wide, 0, sizeof wide); /* the unit says what the group is; infinity has no whole number */
+        const float one = (is_finite && largest > p->smallest ? largest : p->smallest) * p->inverse, per_unit = 1.0f / one;
         for (j = 0; j < filled; j += WIDTH) {
             const ints some = nearest(load(wide + j) * splat(per_unit));
             const bytes packed = __builtin_convertvector(some, bytes);
             memcpy(rounded + j, &packed, sizeof packed);
             sum += some;
         }
-        const int is_finite = one < INFINITY; /* otherwise the numbers mean nothing, and their sum may be any */
         unit[g] = is_finite ? one : NAN;
-        start[g] = is_finite ? -ZERO * (int32_t)total(__builtin_convertvector(sum, floats)) : 0; /* exact: less than 2^24 */
+        start[g] = -ZERO * (int32_t)total(__builtin_convertvector(sum, floats)); /* exact: less than 2^24 */
         for (j = 0; j < n; j += 4) memcpy(numbers + ((first + j) * rows + 4 * at), rounded + j, 4);
     }
 }
