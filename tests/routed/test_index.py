@@ -120,9 +120,10 @@ def test_int8_keys_follow_the_scale():
 
 def test_int8_logits_are_good_enough_to_search_by():
     query, key = normal(100, 64), normal(400, 64, seed=1)
-    error = int8_logits(query, *quantize_keys(key)) - query @ key.T
-    # numbers are off by a unit over sqrt(12), and a unit is a 63rd of the largest of 64 normals, about 2.4
-    assert 0.008 < float(error.std()) / 8 < 0.02
+    int8, scales = quantize_keys(key[None])
+    error = int8_logits(query, int8, scales)[:, 0] - query @ key.T
+    # numbers are off by a unit over sqrt(12), and a unit is a 63rd of the largest of 64 x 400 normals, about 4.1
+    assert 0.015 < float(error.std()) / 8 < 0.03
     assert abs(float(error.mean())) < 0.01
 
 

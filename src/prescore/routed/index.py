@@ -40,8 +40,8 @@ class KeyIndex:
             in what `build_index` returns.
         positions: `[T, M, L]` where the keys of each cluster are, one subcluster after the other.
         int8, scales: `[T, M, L, D]` differences of keys and centroids as whole numbers from -63 to 63, and
-            `[T, M, L]` what a unit is worth.
-        sub_int8, sub_scales: `[T, M, B, D]`, `[T, M, B]` the same for the centroids of the subclusters.
+            `[T, M]` what a unit is worth in each cluster.
+        sub_int8, sub_scales: `[T, M, B, D]`, `[T, M]` the same for the centroids of the subclusters.
         spread: `[T, M, B]` root of the mean squared distance of a subcluster's keys from their centroid.
         radius: `[T, M]` 1.5 times the largest such root in a cluster, of distances from its centroid.
     """

@@ -242,7 +242,7 @@ def search(
     bounds, n_compared = search_bounds(query, index, logits, threshold, log_inverse)
     numbers, scales = quantize(query, QUERY_MAX)
     offsets = block.scratch[: n_query * n_clusters * size].view(n_query, -1)
-    torch.mm(numbers * scales[:, None], block.dequantized.t(), out=offsets)
+    torch.mm(numbers * scales, block.dequantized.t(), out=offsets)
     if size % SUBCLUSTER:
         bounds = bounds.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
     hit = offsets.view(*bounds.shape, -1) >= bounds[..., None]
@@ -353,7 +353,7 @@ def far_blocks(query: Tensor, key: Tensor, value: Tensor, index: KeyIndex, view:
             continue
         if head != last:
             last, (keys, values) = head, (t[head].to(wide).contiguous() for t in (key, value))
-            dequantized = index.int8[head].to(wide).mul_(index.scales[head][..., None]).flatten(0, 1)
+            dequantized = index.int8[head].to(wide).mul_(index.scales[head][:, None, None]).flatten(0, 1)
         covariance, n_keys = view.covariance(n_clusters), n_clusters * index.positions.shape[2]
         seen = index.of_head(head, n_clusters, covariance)
         step = max(1, LOGITS_AT_ONCE // (heads_per_kv * n_keys))

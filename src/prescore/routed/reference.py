@@ -69,23 +69,23 @@ KEY_MAX, QUERY_MAX = 63, 127
 
 
 def quantize(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Rows `[..., D]` as whole numbers up to `most`, and what a unit is worth, `[...]`."""
-    scales = rows.abs().amax(-1) / most
-    numbers = (rows / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-most, most)
+    """Rows `[..., D]` as whole numbers up to `most`, and what a unit is worth, `[..., 1]`."""
+    scales = rows.abs().amax(-1, keepdim=True) / most
+    numbers = (rows / scales.clamp_min(torch.finfo(torch.float32).tiny)).round().clamp(-most, most)
     return numbers, scales
 
 
 def quantize_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Int8 keys of `[..., D]`, and what a unit is worth, `[...]`."""
-    numbers, scales = quantize(keys, KEY_MAX)
-    return numbers.to(torch.int8), scales
+    """Int8 keys of clusters `[..., L, D]`, and what a unit is worth in each cluster, `[...]`."""
+    numbers, scales = quantize(keys.flatten(-2), KEY_MAX)
+    return numbers.to(torch.int8).view(keys.shape), scales[..., 0]
 
 
 def int8_logits(queries: Tensor, int8: Tensor, key_scales: Tensor) -> Tensor:
-    """Queries `[t, D]` and int8 keys `[n, D]`, units `[n]` -> logits `[t, n]`. Sums are exact in float32."""
+    """Queries `[t, D]`, int8 keys `[M, L, D]`, units `[M]` -> logits `[t, M, L]`. Sums are exact in float32."""
     numbers, scales = quantize(queries, QUERY_MAX)
-    products = numbers @ int8.to(queries.dtype).t()
-    return products * key_scales.to(queries.dtype) * scales[:, None]
+    products = (numbers @ int8.flatten(0, 1).to(queries.dtype).t()).unflatten(1, int8.shape[:2])
+    return products * key_scales.to(queries.dtype)[:, None] * scales[..., None]
 
 
 # --- the key index
@@ -309,8 +309,7 @@ def search_bounds(
     lowered = threshold[:, None] - (HEAVY_INT8_ERROR * logits.std - margin).clamp_min(0.0)
     distance = lowered - logits.centroids
     near = (reach * index.radius >= distance) & (threshold < math.inf)[:, None]
-    offsets = int8_logits(query, index.sub_int8.flatten(0, 1), index.sub_scales.flatten(0, 1))
-    highest = offsets.view(len(query), *index.spread.shape) + reach[..., None] * index.spread
+    highest = int8_logits(query, index.sub_int8, index.sub_scales) + reach[..., None] * index.spread
     searched = (highest >= distance[..., None]) & near[..., None]
     sizes = torch.full((n_subclusters,), SUBCLUSTER, dtype=torch.int64, device=query.device)
     sizes[-1] += size - SUBCLUSTER * n_subclusters
@@ -322,8 +321,7 @@ def find_keys(query: Tensor, index: KeyIndex, logits: FarLogits, threshold: Tens
     """Which far keys queries `[t, D]`, times the scale, read: those whose int8 logits reach the bounds."""
     size = index.positions.shape[1]
     bounds, n_compared = search_bounds(query, index, logits, threshold, log_inverse)
-    offsets = int8_logits(query, index.int8.flatten(0, 1), index.scales.flatten(0, 1))
-    offsets = offsets.view(len(query), *index.positions.shape)
+    offsets = int8_logits(query, index.int8, index.scales)
     hit = offsets >= bounds.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
     which, cluster, member = hit.nonzero(as_tuple=True)
     estimates = offsets[hit] + logits.centroids[which, cluster]

@@ -228,8 +228,12 @@ def forward(
     key_value_cov = torch.cat((index.span_key_value_cov, index.key_value_cov), dim=1)
     units = key_cov.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(reference.MIN_STD**2).sqrt()
     index = index.map(Tensor.contiguous)
-    keys = (index.positions, index.int8, index.scales)
-    subclusters = (index.sub_int8, index.sub_scales, index.spread, index.radius)
+    scales, sub_scales = (  # of every key and subcluster
+        numbers.repeat_interleave(n, 1)
+        for numbers, n in ((index.scales, index.positions.shape[2]), (index.sub_scales, index.spread.shape[2]))
+    )
+    keys = (index.positions, index.int8, scales)
+    subclusters = (index.sub_int8, sub_scales, index.spread, index.radius)
     margins = reference.heavy_margin(view.log_inverse), reference.exact_margin(view.log_inverse)
     steps = query.stride()[:3], (*key.stride()[:2], *value.stride()[:2])
     n_covs, n_spans = key_cov.shape[1], index.span_key_cov.shape[1]

@@ -278,8 +278,8 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
         .cluster_size = cluster_size, .dim = dim, .value_dim = wide, .fit_size = 128, .cluster_reach = 1.5,
         .positions = space(HEADS * clusters * cluster_size, 4), .centroid_key = space(HEADS * clusters * dim, 4),
         .centroid_value = space(HEADS * clusters * wide, 4), .int8 = space(HEADS * clusters * cluster_size * dim, 1),
-        .scales = space(HEADS * clusters * cluster_size, 4), .sub_int8 = space(HEADS * clusters * each * dim, 1),
-        .sub_scales = space(HEADS * clusters * each, 4), .spread = space(HEADS * clusters * each, 4),
+        .scales = space(HEADS * clusters, 4), .sub_int8 = space(HEADS * clusters * each * dim, 1),
+        .sub_scales = space(HEADS * clusters, 4), .spread = space(HEADS * clusters * each, 4),
         .radius = space(HEADS * clusters, 4), .key_cov = space(HEADS * chunks * dim * dim, 4),
         .key_value_cov = space(HEADS * chunks * dim * wide, 4),
     };
@@ -287,7 +287,9 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
 
     float *column_keys = space(HEADS * columns * dim, 4), *column_values = space(HEADS * columns * wide, 4);
     uint8_t *sub_int8 = space(HEADS * blocks * 16 * dim, 1);
-    float *sub_scales = space(HEADS * blocks * 16, 4), *spread = space(HEADS * blocks * 16, 4), *radius = space(HEADS * ((clusters + 15) / 16 * 16), 4);
+    const int64_t padded = (clusters + 15) / 16 * 16;
+    float *sub_scales = space(HEADS * blocks * 16, 4), *spread = space(HEADS * blocks * 16, 4);
+    float *scales = space(HEADS * blocks * 16, 4), *radius = space(HEADS * padded, 4);
     int32_t *visible = space(HEADS * n, 4), *local_start = space(HEADS * n, 4), *local_stop = space(HEADS * n, 4);
     for (int64_t h = 0; h < HEADS; h++) {
         for (int64_t i = 0; i < SINKS + clusters; i++) {
@@ -300,10 +302,11 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
         for (int64_t i = 0; i < clusters * each; i++) {
             const int64_t at = h * blocks * 16 + i, from = h * clusters * each + i;
             for (int64_t d = 0; d < dim; d++) sub_int8[at / 16 * 16 * dim + (d / 4 * 16 + at % 16) * 4 + d % 4] = c.sub_int8[from * dim + d];
-            sub_scales[at] = c.sub_scales[from];
+            scales[at] = c.scales[from / each];
+            sub_scales[at] = c.sub_scales[from / each];
             spread[at] = c.spread[from];
         }
-        for (int64_t i = 0; i < clusters; i++) radius[h * ((clusters + 15) / 16 * 16) + i] = c.radius[h * clusters + i];
+        memcpy(radius + h * padded, c.radius + h * clusters, 4 * (size_t)clusters);
         for (int64_t t = 0; t < n; t++) {
             const int64_t place = KEYS - n + t, far = place < LOCAL + SINKS ? 0 : (place - LOCAL - SINKS) / CHUNK;
             visible[h * n + t] = (int32_t)(far * per_chunk);
@@ -319,7 +322,7 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
     }
     RoutedCall p = {
         .query = queries, .key = keys, .value = values, .far_key = keys, .far_value = values, .visible = visible, .local_start = local_start, .local_stop = local_stop,
-        .columns = column_keys, .column_values = column_values, .positions = c.positions, .int8 = c.int8, .scales = c.scales,
+        .columns = column_keys, .column_values = column_values, .positions = c.positions, .int8 = c.int8, .scales = scales,
         .sub_int8 = sub_int8, .sub_scales = sub_scales, .spread = spread, .radius = radius, .key_cov = c.key_cov,
         .key_value_cov = c.key_value_cov, .kv_heads = HEADS, .n_query = QUERY_HEADS * n, .length = n, .dim = dim, .value_dim = wide,
         .cluster_size = cluster_size, .sinks = SINKS, .sink_columns = 16, .n_columns = columns, .n_clusters = clusters, .n_covs = chunks,
@@ -365,7 +368,7 @@ static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t ty
     }
     void *made[] = {key, value, query, middle, c.positions, c.centroid_key, c.centroid_value, c.int8, c.scales, c.sub_int8,
                     c.sub_scales, c.spread, c.radius, c.key_cov, c.key_value_cov, units, column_keys, column_values, sub_int8, sub_scales,
-                    spread, radius, visible, local_start, local_stop, p.output, p.lse, p.threshold};
+                    spread, scales, radius, visible, local_start, local_stop, p.output, p.lse, p.threshold};
     for (size_t i = 0; i < sizeof made / sizeof *made; i++) free(made[i]);
     free_rows(&keys);
     free_rows(&values);

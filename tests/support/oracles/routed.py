@@ -219,7 +219,7 @@ class Clusters(NamedTuple):
         positions: `[M, L]` of their keys.
         key, value: `[M, D]`, `[M, Dv]` centroids.
         key_offset, value_offset: `[M, L, D]`, `[M, L, Dv]` differences from the centroids.
-        int8: `[M, L, D]` the key offsets, quantized.
+        int8: `[M, L, D]` the key offsets, quantized, with one scale for each cluster.
         spans: `[M]` which span each cluster is of.
         subclusters: For each run of 16 places: which places, its quantized mean offset `[M, D]`, its spread `[M]`.
     """
@@ -254,7 +254,7 @@ class Clusters(NamedTuple):
             values.mean(1),
             keys - keys.mean(1, keepdim=True),
             values - values.mean(1, keepdim=True),
-            int8_rows(offsets, 63),
+            int8_rows(offsets.flatten(1), 63).view(offsets.shape),
             torch.arange(len(positions)) // max(SPAN, 2**sequence.levels),
             list(subclusters(offsets)),
         )
@@ -325,11 +325,13 @@ def _log_phi(x):
 
 def subclusters(offsets):
     """Each run of 16 places of clusters `[M, L, D]`: the places, its quantized mean `[M, D]`, its spread `[M]`."""
-    for begin in range(0, offsets.shape[1], N_SUBCLUSTER):
-        places = slice(begin, min(begin + N_SUBCLUSTER, offsets.shape[1]))
-        mean = offsets[:, places].mean(1)
-        spread = (offsets[:, places] - mean[:, None]).double().square().sum(-1).mean(1).sqrt()
-        yield places, int8_rows(mean, 63), spread
+    size = offsets.shape[1]
+    runs = [slice(begin, min(begin + N_SUBCLUSTER, size)) for begin in range(0, size, N_SUBCLUSTER)]
+    means = torch.stack([offsets[:, places].mean(1) for places in runs], 1)
+    int8 = int8_rows(means.flatten(1), 63).view(means.shape)
+    for number, places in enumerate(runs):
+        spread = (offsets[:, places] - means[:, number, None]).double().square().sum(-1).mean(1).sqrt()
+        yield places, int8[:, number], spread
 
 
 def int8_rows(rows, most):

@@ -221,9 +221,9 @@ def build_index(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks
         "centroid_key": empty(n_heads, n_clusters, dim),
         "centroid_value": empty(n_heads, n_clusters, value_dim),
         "int8": empty(n_heads, n_clusters, size // WIDTH, dim // 4, WIDTH, 4, dtype=torch.uint8),
-        "scales": empty(n_heads, n_clusters, size),
+        "scales": empty(n_heads, n_clusters),
         "sub_int8": empty(n_heads, n_clusters, size // WIDTH, dim, dtype=torch.uint8),
-        "sub_scales": empty(n_heads, n_clusters, size // WIDTH),
+        "sub_scales": empty(n_heads, n_clusters),
         "spread": empty(n_heads, n_clusters, size // WIDTH),
         "radius": empty(n_heads, n_clusters),
         "key_cov": empty(n_heads, n_chunks, dim, dim),
@@ -271,9 +271,8 @@ def index_call(index: KeyIndex, log_inverse: float, scale: float, clusters_per_c
         "column_values": (n_heads, n_columns, value_dim),
         "positions": (n_heads, n_clusters, size),
         "int8": (*blocks, dim // 4, WIDTH, 4),
-        "scales": (*blocks, WIDTH),
         "sub_int8": (n_heads, sub_blocks, dim // 4, WIDTH, 4),
-        **dict.fromkeys(("sub_scales", "spread"), (n_heads, sub_blocks, WIDTH)),
+        **dict.fromkeys(("scales", "sub_scales", "spread"), (n_heads, sub_blocks, WIDTH)),
         "radius": (n_heads, n_columns - sink_columns),
         "key_cov": (n_heads, n_covs, dim, dim),
         "key_value_cov": (n_heads, n_covs, dim, value_dim),
@@ -330,6 +329,9 @@ def _arrays(index: KeyIndex) -> tuple[dict[str, Tensor], int]:
         blocks: Tensor = pad(flat, (0, 0, 0, -flat.shape[1] % WIDTH)).unflatten(1, (-1, WIDTH))
         return blocks
 
+    def of_subclusters(scales: Tensor) -> Tensor:  # [T, M] -> [T, blocks, 16]
+        return side_by_side(scales[..., None, None].expand_as(index.spread[..., None])).contiguous()
+
     int8 = index.int8
     if int8.dtype == torch.int8:  # [T, M, L, D] of the reference
         int8 = stored(int8).unflatten(2, (-1, WIDTH)).unflatten(4, (-1, 4)).transpose(3, 4).contiguous()
@@ -340,10 +342,9 @@ def _arrays(index: KeyIndex) -> tuple[dict[str, Tensor], int]:
         "column_values": columns(index.sink_value, index.centroid_value),
         "positions": positions.to(torch.int32) if positions.dtype == torch.int64 else positions,
         "int8": int8,
-        "scales": index.scales,
         "sub_int8": side_by_side(stored(index.sub_int8)).unflatten(3, (-1, 4)).transpose(2, 3).contiguous(),
-        "sub_scales": side_by_side(index.sub_scales[..., None]).contiguous(),
         "spread": side_by_side(index.spread[..., None]).contiguous(),
+        **{name: of_subclusters(getattr(index, name)) for name in ("scales", "sub_scales")},
         "radius": pad(index.radius, (0, fill)).contiguous(),
         "key_cov": torch.cat((index.span_key_cov, index.key_cov), 1),
         "key_value_cov": torch.cat((index.span_key_value_cov, index.key_value_cov), 1),

@@ -64,6 +64,7 @@ void prescore_load_queries(const RoutedCall *p, Tile *w) {
         }
         const float unit = largest(most) / 127.0f;
         w->int8_scale[t] = unit;
+        w->int8_per_unit[t] = 1.0f / unit;
         quantize_query(w, t, dim, unit);
     }
 }

@@ -11,9 +11,10 @@ typedef struct {
     int32_t *positions;                   /* [kv_heads, clusters, cluster_size] */
     float *centroid_key, *centroid_value; /* [kv_heads, clusters, dim], [kv_heads, clusters, value_dim] */
     uint8_t *int8;                        /* [kv_heads, clusters, cluster_size / 16, dim / 4, 16, 4] */
-    float *scales;                        /* [kv_heads, clusters, cluster_size] */
+    float *scales;                        /* [kv_heads, clusters] */
     uint8_t *sub_int8;                    /* [kv_heads, clusters, cluster_size / 16, dim] */
-    float *sub_scales, *spread;           /* [kv_heads, clusters, cluster_size / 16] */
+    float *sub_scales;                    /* [kv_heads, clusters] */
+    float *spread;                        /* [kv_heads, clusters, cluster_size / 16] */
     float *radius;                        /* [kv_heads, clusters] */
     float *key_cov, *key_value_cov;       /* [kv_heads, chunks, dim, dim], [kv_heads, chunks, dim, value_dim] */
 } IndexCall;
@@ -133,18 +134,23 @@ static void centre(float *rows, float *mean, int64_t n, int64_t dim) {
     for (int64_t i = 0; i < n; i++) add_scaled(rows + i * dim, mean, -1.0f, dim);
 }
 
-/* A key as whole numbers from 1 to 127; returns what a unit is worth. */
-static float quantize(const float *key, uint8_t *numbers, int64_t dim) {
-    int32_t most = 0, whole[MAX_DIM];
-    for (int64_t i = 0; i < dim; i++) { /* lengths are ordered as their bits are */
+/* What a unit is worth where the longest of `n` numbers becomes 63. */
+static float scale_of(const float *numbers, int64_t n) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < n; i++) { /* lengths are ordered as their bits are */
         int32_t length;
-        memcpy(&length, key + i, sizeof length);
+        memcpy(&length, numbers + i, sizeof length);
         length &= 0x7fffffff;
         most = length > most ? length : most;
     }
     float scale;
     memcpy(&scale, &most, sizeof scale);
-    scale /= 63.0f;
+    return scale / 63.0f;
+}
+
+/* A key as whole numbers from 1 to 127. */
+static void quantize(const float *key, float scale, uint8_t *numbers, int64_t dim) {
+    int32_t whole[MAX_DIM];
     const float by = scale > 1.17549435e-38f ? scale : 1.17549435e-38f;
     for (int64_t i = 0; i < dim; i++) {
         float x = key[i] / by;
@@ -153,37 +159,45 @@ static float quantize(const float *key, uint8_t *numbers, int64_t dim) {
         whole[i] = (int32_t)(x - 12582912.0f) + KEY_ZERO;
     }
     for (int64_t i = 0; i < dim; i++) numbers[i] = (uint8_t)whole[i];
-    return scale;
 }
 
-/* Int8 keys, sixteen side by side. */
-static void quantize_keys(const float *keys, uint8_t *int8, float *scales, int64_t dim) {
-    for (int64_t key = 0; key < 16; key++) {
-        uint8_t numbers[MAX_DIM];
-        scales[key] = quantize(keys + key * dim, numbers, dim);
-        for (int64_t i = 0; i < dim; i++) int8[(i / 4 * 16 + key) * 4 + i % 4] = numbers[i];
-    }
-}
-
-/* A subcluster of sixteen keys: its centroid in int8, and how far its keys lie from it. */
-static void build_subcluster(const IndexCall *c, const float *keys, int64_t at) {
+/* The int8 keys of a cluster, sixteen side by side. */
+static void quantize_keys(const IndexCall *c, const float *keys, int64_t cluster) {
     const int64_t dim = c->dim;
-    float mean[MAX_DIM] = {0}, square = 0, from_centroid = 0, *radius = c->radius + at * 16 / c->cluster_size;
-    for (int64_t k = 0; k < 16; k++) add_scaled(mean, keys + k * dim, 1.0f, dim);
-    for (int64_t i = 0; i < dim; i++) mean[i] /= 16.0f;
-    for (int64_t k = 0; k < 16; k++) {
-        floats sum = splat(0);
-        for (int64_t i = 0; i < dim; i += WIDTH) {
-            const floats x = load(keys + k * dim + i) - load(mean + i);
-            sum += x * x;
-        }
-        square += total(sum);
+    uint8_t *int8 = c->int8 + cluster * c->cluster_size * dim;
+    c->scales[cluster] = scale_of(keys, c->cluster_size * dim);
+    for (int64_t key = 0; key < c->cluster_size; key++) {
+        uint8_t numbers[MAX_DIM];
+        quantize(keys + key * dim, c->scales[cluster], numbers, dim);
+        for (int64_t i = 0; i < dim; i++) int8[(key / 16 * dim / 4 + i / 4) * 64 + key % 16 * 4 + i % 4] = numbers[i];
     }
-    c->spread[at] = sqrtf(square / 16.0f);
-    for (int64_t k = 0; k < 16; k++) from_centroid += dot(keys + k * dim, keys + k * dim, dim);
-    from_centroid = (float)c->cluster_reach * sqrtf(from_centroid / 16.0f);
-    if (at * 16 % c->cluster_size == 0 || from_centroid > *radius) *radius = from_centroid;
-    c->sub_scales[at] = quantize(mean, c->sub_int8 + at * dim, dim);
+}
+
+/* The subclusters of a cluster, sixteen keys each: their centroids in int8, and how far their keys lie from them. */
+static void build_subclusters(const IndexCall *c, const float *keys, float *means, int64_t cluster) {
+    const int64_t dim = c->dim, n = c->cluster_size / 16;
+    float radius = 0;
+    for (int64_t i = 0; i < n; i++, keys += 16 * dim) {
+        float *mean = means + i * dim, square = 0, from_centroid = 0;
+        memset(mean, 0, sizeof(float) * (size_t)dim);
+        for (int64_t k = 0; k < 16; k++) add_scaled(mean, keys + k * dim, 1.0f, dim);
+        for (int64_t d = 0; d < dim; d++) mean[d] /= 16.0f;
+        for (int64_t k = 0; k < 16; k++) {
+            floats sum = splat(0);
+            for (int64_t d = 0; d < dim; d += WIDTH) {
+                const floats x = load(keys + k * dim + d) - load(mean + d);
+                sum += x * x;
+            }
+            square += total(sum);
+            from_centroid += dot(keys + k * dim, keys + k * dim, dim);
+        }
+        c->spread[cluster * n + i] = sqrtf(square / 16.0f);
+        from_centroid = (float)c->cluster_reach * sqrtf(from_centroid / 16.0f);
+        if (i == 0 || from_centroid > radius) radius = from_centroid;
+    }
+    c->radius[cluster] = radius;
+    c->sub_scales[cluster] = scale_of(means, n * dim);
+    for (int64_t i = 0; i < n; i++) quantize(means + i * dim, c->sub_scales[cluster], c->sub_int8 + (cluster * n + i) * dim, dim);
 }
 
 static void build_chunk(const IndexCall *c, Scratch *b, int64_t kv_head, int64_t chunk) {
@@ -199,12 +213,8 @@ static void build_chunk(const IndexCall *c, Scratch *b, int64_t kv_head, int64_t
     }
     for (int64_t cluster = 0; cluster < each; cluster++) {
         centre(b->values + cluster * cluster_size * wide, c->centroid_value + (first + cluster) * wide, cluster_size, wide);
-        for (int64_t k = 0; k < cluster_size; k += 16) {
-            const float *keys = b->points + (cluster * cluster_size + k) * dim;
-            const int64_t key = (first + cluster) * cluster_size + k;
-            quantize_keys(keys, c->int8 + key * dim, c->scales + key, dim);
-            build_subcluster(c, keys, key / 16);
-        }
+        quantize_keys(c, b->points + cluster * cluster_size * dim, first + cluster);
+        build_subclusters(c, b->points + cluster * cluster_size * dim, b->moved, first + cluster);
     }
     const floats part = splat(1.0f / (float)c->chunk_size);
     float *key_cov = c->key_cov + at * dim * dim, *key_value_cov = c->key_value_cov + at * dim * wide;

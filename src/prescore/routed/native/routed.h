@@ -44,7 +44,7 @@ typedef struct {
     const float *column_values;              /* [kv_heads, n_columns, value_dim] */
     const int32_t *positions;                /* [kv_heads, n_clusters, cluster_size]: the keys of each cluster */
     const uint8_t *int8;                     /* [kv_heads, n_clusters, cluster_size / 16, dim / 4, 16, 4]: KEY_ZERO is 0 */
-    const float *scales;                     /* [kv_heads, n_clusters, cluster_size] */
+    const float *scales;                     /* [kv_heads, blocks, 16]: what 1 stands for in the keys of sixteen subclusters */
     const uint8_t *sub_int8;                 /* [kv_heads, blocks, dim / 4, 16, 4]: centroids of sixteen subclusters each */
     const float *sub_scales;                 /* [kv_heads, blocks, 16] */
     const float *spread;                     /* [kv_heads, blocks, 16]: of the subclusters */
@@ -80,7 +80,7 @@ typedef struct {
     float pairs[TILE * MAX_DIM / 2]; /* bfloat16 queries as they are given, without the scale, two a number */
     int32_t int8[TILE * MAX_DIM / 4]; /* four numbers each */
     int32_t int8_start[TILE]; /* -KEY_ZERO times the sum of the query's int8 numbers */
-    float int8_scale[TILE], threshold[TILE];
+    float int8_scale[TILE], int8_per_unit[TILE], threshold[TILE]; /* what 1 stands for; numbers per unit */
     float shift[TILE], mass[TILE], sums[TILE * MAX_DIM]; /* of what was read: weights are exp(logit - shift) */
     float *std;           /* [spans, TILE], as the next three: of logits within clusters */
     float *least, *reach; /* int8 logits above the first are read; how far below it centroids may lie, by their spread */
@@ -88,7 +88,8 @@ typedef struct {
     int32_t n_hits[TILE];
     uint16_t near[TILE];                   /* which of sixteen clusters are within reach */
     uint16_t compared[TILE * 16], above[TILE * 16 + 32]; /* pairs of a query and a subcluster of a block; which keys reach the threshold */
-    float compared_logits[TILE * 16 * 16] __attribute__((aligned(64))); /* of the keys of each pair */
+    int32_t products[TILE * 16 * 16] __attribute__((aligned(64))); /* of the int8 keys of each pair */
+    int32_t bounds[TILE * 16];             /* of each query and subcluster of a block: a key with at least this product is read */
     float *logits;         /* [TILE, padded] of columns; later their weights */
     int32_t *cluster_hits; /* [TILE, padded] keys read of each cluster */
     int32_t hits[TILE * MAX_HITS];   /* positions of the keys read of what was searched last */

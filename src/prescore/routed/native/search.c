@@ -6,6 +6,8 @@
 #include "int8.h"
 #include "routed.h"
 
+#define MAX_PRODUCT 1e9f /* more than any product of an int8 key and an int8 query */
+
 /* Sixteen subclusters of a KV head. Sixteen clusters have `each` blocks of them. */
 typedef struct {
     int64_t at, first, each; /* where it lies among blocks and among subclusters; subclusters of a cluster */
@@ -62,9 +64,11 @@ INLINE unsigned in_near_clusters(const RoutedCall *p, const Tile *w, int64_t t, 
 /* Which subclusters of a block are within reach of each query, as bits: those of clusters within reach, by their own centroids. Returns
  * how many centroids were compared. */
 INLINE int64_t subclusters_within_reach(const RoutedCall *p, Tile *w, const Block *b, uint16_t *within, const int64_t quarter) {
-    int32_t *products = (int32_t *)w->compared_logits;
+    int32_t *products = w->products;
     int64_t compared = 0;
     uint32_t some = having(w->near, (2u << cluster_of(b, 15)) - (1u << cluster_of(b, 0)));
+    floats per_unit[PER_BLOCK];
+    for (int k = 0; k < PER_BLOCK; k++) per_unit[k] = splat(1.0f) / load(p->scales + b->at * 16 + k * WIDTH);
     memset(within, 0, sizeof(uint16_t) * TILE);
     int8_products(p->sub_int8 + b->at * 64 * quarter, some, w->int8, quarter, w->int8_start, quarter, products);
     for (; some; some &= some - 1, products += 16) {
@@ -75,6 +79,8 @@ INLINE int64_t subclusters_within_reach(const RoutedCall *p, Tile *w, const Bloc
         unsigned own = 0;
         for (int k = 0; k < PER_BLOCK; k++) {
             const int64_t at = b->at * 16 + k * WIDTH;
+            const floats bound = (least - centroids[k]) * (per_unit[k] * splat(w->int8_per_unit[t]));
+            *(ints *)(w->bounds + t * 16 + k * WIDTH) = round_up(smaller(larger(bound, splat(-MAX_PRODUCT)), splat(MAX_PRODUCT)));
             const floats offset = __builtin_convertvector(*(const ints *)(products + k * WIDTH), floats);
             const floats x = offset * (load(p->sub_scales + at) * unit) + centroids[k];
             own |= at_least(load(p->spread + at) * reach + x, least) << (k * WIDTH);
@@ -85,59 +91,59 @@ INLINE int64_t subclusters_within_reach(const RoutedCall *p, Tile *w, const Bloc
     return compared;
 }
 
-/* Logits of the sixteen keys of a subcluster, from their products with a query, and which of them are at least `least`. Int8 keys are
- * differences from the centroid. */
-INLINE unsigned note_logits(const ints *products, const floats *scales, float unit, float centroid, float least, float *to) {
+/* Which of sixteen products are at least `bound`, as bits. */
+INLINE unsigned products_at_least(const int32_t *products, int32_t bound) {
     unsigned above = 0;
-    for (int k = 0; k < PER_BLOCK; k++) {
-        const floats x = __builtin_convertvector(products[k], floats) * (scales[k] * splat(unit)) + splat(centroid);
-        above |= at_least(x, splat(least)) << (k * WIDTH);
-        store(to + k * WIDTH, x);
-    }
+    for (int k = 0; k < PER_BLOCK; k++) above |= bits(*(const ints *)(products + k * WIDTH) >= bound - (ints){0}) << (k * WIDTH);
     return above;
 }
 
-/* Compare the keys of a subcluster with the queries that it is within reach of, given as bits. Logits are noted from `n` on, and
- * which of them reach the threshold; returns how many queries there are then. No branch depends on them: it would often be
+/* Compare the keys of a subcluster with the queries that it is within reach of, given as bits. Products are noted from `n` on, and
+ * which of them reach the bound; returns how many queries there are then. No branch depends on them: it would often be
  * mispredicted. */
 INLINE int64_t compare_keys(const RoutedCall *p, Tile *w, const Block *b, int64_t i, uint32_t some, int64_t n, const int64_t quarter) {
     const uint8_t *keys = p->int8 + (b->first + i) * 64 * quarter;
-    const float *centroids = w->logits + p->sink_columns + b->group + cluster_of(b, i);
-    const int64_t padded = w->padded;
-    float *to = w->compared_logits + n * 16;
-    floats scales[PER_BLOCK];
-    for (int k = 0; k < PER_BLOCK; k++) scales[k] = load(p->scales + (b->first + i) * 16 + k * WIDTH);
+    const int32_t *bounds = w->bounds + i;
+    int32_t *to = w->products + n * 16;
 #if defined(__AVX512VNNI__)
     const int last = quarter % 16 ? 4 : 16; /* products of the last dimensions stay in registers */
-    __m512i own[16];
-    for (int c = 0; c < last; c++) own[c] = _mm512_loadu_si512(keys + 64 * (quarter - last + c));
+    __m512i last_keys[16];
+    for (int c = 0; c < last; c++) last_keys[c] = _mm512_loadu_si512(keys + 64 * (quarter - last + c));
 #else
     const int last = 0;
 #endif
-    int8_products(keys, some, w->int8, quarter, w->int8_start, quarter - last, (int32_t *)to);
+    int8_products(keys, some, w->int8, quarter, w->int8_start, quarter - last, to);
     for (; some; some &= some - 1, n++, to += 16) {
         const int64_t t = __builtin_ctz(some);
 #if defined(__AVX512VNNI__)
         const __m512i start = quarter == last ? _mm512_set1_epi32(w->int8_start[t]) : _mm512_loadu_si512(to);
-        const ints products[1] = {(ints)add_product(last, own, w->int8 + t * quarter + quarter - last, start)};
+        const __m512i products = add_product(last, last_keys, w->int8 + t * quarter + quarter - last, start);
+        _mm512_storeu_si512(to, products);
+        w->above[n] = _mm512_cmpge_epi32_mask(products, _mm512_set1_epi32(bounds[t * 16]));
 #else
-        const ints *products = (const ints *)to;
+        w->above[n] = (uint16_t)products_at_least(to, bounds[t * 16]);
 #endif
-        w->above[n] = (uint16_t)note_logits(products, scales, w->int8_scale[t], centroids[t * padded], b->least[t], to);
         w->compared[n] = (uint16_t)(t * 16 + i);
     }
     return n;
 }
 
-/* Append the keys that reached the threshold to the hits of their queries. */
+/* Append the keys that reached the bound to the hits of their queries, with their logits. Int8 keys are differences from the
+ * centroid. */
 INLINE void collect_hits(const RoutedCall *p, Tile *w, const Block *b, int64_t n) {
     for (int64_t next = 0; next < n; next += 32) {
         uint32_t some = having(w->above + next, 0xffff) & (n - next < 32 ? (1u << (n - next)) - 1 : ~0u);
         for (; some; some &= some - 1) {
-            const int64_t own = next + __builtin_ctz(some), t = w->compared[own] / 16, i = w->compared[own] % 16;
+            const int64_t pair = next + __builtin_ctz(some), t = w->compared[pair] / 16, i = w->compared[pair] % 16;
+            const int64_t column = t * w->padded + p->sink_columns + b->group + cluster_of(b, i);
+            const floats unit = splat(p->scales[b->at * 16 + i] * w->int8_scale[t]), centroid = splat(w->logits[column]);
+            float logits[16];
+            for (int k = 0; k < PER_BLOCK; k++)
+                store(logits + k * WIDTH,
+                      __builtin_convertvector(*(const ints *)(w->products + pair * 16 + k * WIDTH), floats) * unit + centroid);
             w->n_hits[t] = append_hits(w->hits + t * MAX_HITS, w->hit_logits + t * MAX_HITS, w->n_hits[t],
-                                       p->positions + (b->first + i) * 16, w->compared_logits + own * 16, w->above[own]);
-            w->cluster_hits[t * w->padded + p->sink_columns + b->group + cluster_of(b, i)] += __builtin_popcount(w->above[own]);
+                                       p->positions + (b->first + i) * 16, logits, w->above[pair]);
+            w->cluster_hits[column] += __builtin_popcount(w->above[pair]);
         }
     }
 }

@@ -115,6 +115,16 @@ INLINE unsigned bits(ints mask) {
 #endif
 }
 
+/* The next whole number, of numbers that fit into 32 bits. */
+INLINE ints round_up(floats x) {
+#if defined(__AVX512F__)
+    return (ints)_mm512_cvt_roundps_epi32((__m512)x, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+#else
+    const ints down = __builtin_convertvector(x, ints); /* towards zero */
+    return down - (x > __builtin_convertvector(down, floats)); /* a true comparison is -1 */
+#endif
+}
+
 /* Which numbers of `a` are at least those of `b`, as bits. */
 INLINE unsigned at_least(floats a, floats b) {
 #if defined(__AVX512F__)
