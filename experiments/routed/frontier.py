@@ -57,6 +57,20 @@ CANDIDATES: dict[str, tuple[Routed, dict[str, float]]] = {
             (2.25, 4.0, 1.8),
         )
     },
+    **{
+        f"1/4096, stds {near}, reach {reach}, {keys} keys counted": (
+            Routed(min_weight=1 / 4096),
+            {"SEARCH_STDS": near, "CLUSTER_REACH": reach, "MASS_KEYS": keys, "MASS_SHARE": 0.25},
+        )
+        for near, reach, keys in (
+            (2.75, 1.5, 8192),
+            (2.5, 1.6, 4096),
+            (2.25, 1.5, 4096),
+            (2.25, 1.8, 4096),
+            (2.25, 1.8, 8192),
+            (2.0, 2.0, 4096),
+        )
+    },
     **{f"1/4096, light {w}": (Routed(min_weight=1 / 4096), {"LIGHT_WEIGHT": w}) for w in (4, 64, 256)},
     "1/4096, all far keys counted": (Routed(min_weight=1 / 4096), {"MASS_SHARE": 1.0}),
     "1/4096, 16,384 far keys counted": (Routed(min_weight=1 / 4096), {"MASS_SHARE": 0.0}),

@@ -252,7 +252,9 @@ BREAKS = {
             "i < 16; i++) {\n            const uint32_t some",
             "i < 15; i++) {\n            const uint32_t some",
         ),
-        ("hits of another query", "w->compared_logits + own * 16, w->above", "w->compared_logits, w->above"),
+        ("hits of another query", "w->products + pair * 16 + k", "w->products + k"),
+        ("the unit of another subcluster", "splat(p->scales[b->at * 16 + i] * w", "splat(p->scales[b->at * 16] * w"),
+        ("bounds that are too high", "round_up(smaller(", "1000 + round_up(smaller("),
     ],
     ("search.c", "native sharp"): [
         ("int8 errors overlooked", "(lowered > 0 ? lowered : 0)", "0"),
