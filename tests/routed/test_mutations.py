@@ -253,7 +253,7 @@ BREAKS = {
             "i < 15; i++) {\n            const uint32_t some",
         ),
         ("hits of another query", "w->products + pair * 16 + k", "w->products + k"),
-        ("the unit of another subcluster", "splat(p->scales[b->at * 16 + i] * w", "splat(p->scales[b->at * 16] * w"),
+        ("unit of another subcluster", "splat(p->scales[b->at * 16 + i] * w", "splat(p->scales[b->at * 16] * w"),
         ("bounds that are too high", "round_up(smaller(", "1000 + round_up(smaller("),
     ],
     ("search.c", "native sharp"): [
