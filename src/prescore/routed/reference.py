@@ -84,7 +84,7 @@ def quantize_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
 def int8_logits(queries: Tensor, int8: Tensor, key_scales: Tensor) -> Tensor:
     """Queries `[t, D]`, int8 keys `[M, L, D]`, units `[M]` -> logits `[t, M, L]`. Sums are exact in float32."""
     numbers, scales = quantize(queries, QUERY_MAX)
-    products = (numbers @ int8.flatten(0, 1).to(queries.dtype).t()).unflatten(1, int8.shape[:2])
+    products: Tensor = (numbers @ int8.flatten(0, 1).to(queries.dtype).t()).unflatten(1, int8.shape[:2])
     return products * key_scales.to(queries.dtype)[:, None] * scales[..., None]
 
 
