@@ -18,6 +18,10 @@ SCRIPTS = {
     ),
     "routed/dropout.py": ("--n 128", {}),
     "routed/frontier.py": ("TEXT --model MODEL --length 64 --out OUT/frontier.jsonl --only 1/256", {}),
+    "routed/long_text.py": (
+        "TEXT --model MODEL --length 64 --chunk 32 --audit 0.1 --threads 1 --out OUT/long.jsonl",
+        {},
+    ),
     "routed/plain.py": ("HEADS --n 128 --threads 1 --only smooth,dropout", {}),
     "routed/search/reads.py": ("HEADS --to OUT/reads.png --position 3000", {}),
 }

@@ -52,8 +52,9 @@ MAX_GAIN = 2.0
 MAX_MASS_GAIN = 4.0
 """The same bound where the threshold is set, before any key was read."""
 MASS_KEYS = 16384
-"""Far keys that the threshold counts at most: the more keys, the less each weighs, and the more mass is unread."""
-MASS_SHARE = 0.5
+"""Up to so many far keys the threshold counts all of them, of `n` the share `(MASS_KEYS / n) ** 1.5`: the more keys,
+the less each weighs, and the more mass is unread."""
+MASS_SHARE = 0.25
 """Share of the far keys that the threshold counts at least, so that queries of even weights read few keys."""
 MIN_STD, MAX_STD = 1e-3, 1e15
 """Bounds on the standard deviation of logits within clusters."""
@@ -244,12 +245,12 @@ def by_cluster(spans: Tensor, index: KeyIndex) -> Tensor:
 def _mass_logits(logits: FarLogits, index: KeyIndex) -> Tensor:
     """`[t, S + M]` log masses that the threshold counts: of sinks, and of all keys of each cluster.
 
-    A sum of `L` exponentials of normal numbers around `x` is about `L exp(x + s^2 / 2)`. All far keys count as
-    `MASS_KEYS` at most, but at least as `MASS_SHARE` of their number.
+    A sum of `L` exponentials of normal numbers around `x` is about `L exp(x + s^2 / 2)`. Behind more than
+    `MASS_KEYS` far keys a share of them counts, at least `MASS_SHARE`.
     """
     gain = (0.5 * logits.std.square()).clamp_max(MAX_MASS_GAIN)
     n_clusters, size = index.positions.shape
-    share = min(1.0, max(MASS_SHARE, MASS_KEYS / (n_clusters * size)))
+    share = min(1.0, max(MASS_SHARE, (MASS_KEYS / (n_clusters * size)) ** 1.5))
     clusters = logits.centroids + math.log(share * size) + gain
     return torch.cat((logits.sinks + math.log(SINK_WEIGHT), clusters), dim=1)
 

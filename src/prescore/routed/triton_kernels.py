@@ -386,7 +386,8 @@ def far_part(
         mass = tl.full([ROWS], NEGATIVE, tl.float32)
         for other in tl.range(0, splits, disable_licm=True):
             mass = _log_sum(mass, tl.load(masses + (head * (splits + 1) + other) * n_rows + row))
-        share = tl.maximum(MASS_KEYS / (tl.maximum(n_clusters, 1) * SIZE), MASS_SHARE)
+        share = MASS_KEYS / (tl.maximum(n_clusters, 1) * SIZE)
+        share = tl.maximum(share * tl.sqrt(share), MASS_SHARE)
         mass += tl.log(SIZE * tl.minimum(share, 1.0))
         mass = _log_sum(mass, tl.load(masses + (head * (splits + 1) + splits) * n_rows + row))
         threshold = tl.where(is_routed, mass - log_inverse, float("inf"))

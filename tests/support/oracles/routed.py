@@ -280,7 +280,7 @@ class Clusters(NamedTuple):
         spans = [self.spans == span for span in self.spans.unique()]
         by_span = torch.stack([offsets[own].square().mean() for own in spans])
         std = by_span.clamp_min(1e-3**2).sqrt()[self.spans]
-        counted = size * sorted((0.5, MASS_KEYS / self.positions.numel(), 1.0))[1]
+        counted = size * sorted((0.25, (MASS_KEYS / self.positions.numel()) ** 1.5, 1.0))[1]
         mass = torch.cat((known, logits + math.log(counted) + (std**2 / 2).clamp_max(4.0))).logsumexp(0)
         threshold = mass + math.log(min_weight) if min_weight < 1 else torch.full_like(mass, math.inf)
         margin = max(0.0, math.log(0.05 / min_weight))

@@ -89,11 +89,11 @@ void prescore_begin_tile(const RoutedCall *p, Tile *w) {
     }
 }
 
-/* How far the log mass of a cluster of a span lies above the logit of its centroid. All far keys count as `mass_keys` at
- * most, but at least as `mass_share` of their number. */
+/* How far the log mass of a cluster of a span lies above the logit of its centroid. Behind more than `mass_keys` far keys a share of
+ * them counts, at least `mass_share`. */
 float prescore_mass_of_cluster(const RoutedCall *p, const Tile *w, int64_t span, int64_t t) {
     const float s = w->std[span * TILE + t], gain = 0.5f * s * s, size = (float)p->cluster_size;
-    const float share = fmaxf(p->mass_share, p->mass_keys / ((float)w->clusters * size));
+    const float all = p->mass_keys / ((float)w->clusters * size), share = fmaxf(p->mass_share, all * sqrtf(all));
     return logf(size * fminf(share, 1.0f)) + fminf(gain, p->max_mass_gain);
 }
 
