@@ -4,8 +4,8 @@
 
 Prints and records a line for every chunk, and at the end a line for the whole text. Positions past the trained
 length are scaled (YaRN). The error is that of `prescore.apply(audit=...)`: a random share of the queries is
-compared with exact attention, layer by layer; its time counts in the seconds of a chunk, not in those of attention.
-The loss is that of the default over the last chunk.
+compared with exact attention, layer by layer; its time counts in the seconds of a chunk, not in the seconds of
+attention. The loss is that of the default over the last chunk.
 """
 
 from __future__ import annotations

@@ -52,8 +52,9 @@ MAX_GAIN = 2.0
 MAX_MASS_GAIN = 4.0
 """The same bound where the threshold is set, before any key was read."""
 MASS_KEYS = 16384
-"""Up to so many far keys the threshold counts all of them, of `n` the share `(MASS_KEYS / n) ** 1.5`: the more keys,
-the less each weighs, and the more mass is unread."""
+"""Up to so many far keys the threshold counts all; of `n` it counts the share `(MASS_KEYS / n) ** 1.5`.
+
+The more keys, the less each weighs, and the more mass is unread."""
 MASS_SHARE = 0.25
 """Share of the far keys that the threshold counts at least, so that queries of even weights read few keys."""
 MIN_STD, MAX_STD = 1e-3, 1e15
