@@ -58,7 +58,7 @@ theorem-2 | planted | 1 min, 20 seeds | planted | clusters
     Theorem 2 | Optimal clusters are the planted groups.
 corollary-1 | planted | 2 min, 20 seeds | planted | singleton, variance ratio
     Corollary 1 | Singletons are clusters of their own; D_min of the variance-ratio model.
-claim-1 | planted | 3 min, 5 seeds | planted | l_p
+claim-1 | planted | 8 min, 20 seeds | planted | l_p
     Claim 1 | l_p clustering and sensitivities.
 appendix-a | language | 7 min, 1024 tokens | language/appendix-a
     Appendix A | Budget by residual samples by blockwise flag for k-means, k-median, leverage and Gaussian k-means.
