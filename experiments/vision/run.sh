@@ -27,7 +27,7 @@ rules=(--method kmeans --method kmeans-farthest-sample --method kmeans-cluster-s
 ours=(--method key-diff+centroids --method centroids)
 
 # heavy-entry coverage
-heavy coverage --limit 20
+heavy coverage --limit 20 --seeds 3
 # the paper's grid
 study "grid-$limit" "${rows[@]}" --limit "$limit" --method exact "${baselines[@]}" "${rules[@]}" "${ours[@]}"
 study "grid-$limit" "${rows[@]}" --limit "$limit" --prefix free --method exact "${baselines[@]}" "${rules[@]}" "${ours[@]}"

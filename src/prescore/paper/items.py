@@ -72,7 +72,7 @@ appendix-e | vision | within table2 | vision/grid-1000
     Appendix E | Top-1 with leverage scores and key norms.
 appendix-f | language | 7 min, 1024 tokens | language/appendix-f
     Appendix F, Figure GLM2 | The early coupling, each of its artefacts alone, and blocks over all keys.
-appendix-g | coverage | 4 min, 20 images | vision/coverage
+appendix-g | coverage | 2 min, 20 images, 3 seeds | vision/coverage
     Appendix G | Share of the heavy attention entries, and of the heaviest columns, on selected keys.
 appendix-h | heads | 3 min, 5 layers | selection
     Appendix H: cheaper and more robust clustering | What scorers and the universal set select on saved heads.
