@@ -65,6 +65,11 @@ TENSORS = [
     ({"scale": -(10**400)}, ValueError, r"scale must be finite, got -0x1b4.*\.\.\."),
     ({"scale": "1"}, TypeError, "scale must be a number, got str '1'"),
     (
+        {"backend": QUERY.numpy()},
+        ValueError,
+        r"backend must be one of 'auto', .*, got \(2, 4, 5, 4\) float64",
+    ),
+    (
         {"backend": "flash9"},
         ValueError,
         "backend must be one of 'auto', 'native', 'triton', 'plain', 'cpu-flash', 'cuda-efficient', got 'flash9'",

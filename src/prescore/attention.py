@@ -20,7 +20,7 @@ from prescore.engines import run_engine
 from prescore.errors import Unsupported
 from prescore.ops.dropout import Dropout
 from prescore.ops.key_lists import check_key_lists, list_parts, without_duplicates
-from prescore.ops.operators import Operator, pick_operator
+from prescore.ops.operators import BACKENDS, Operator, pick_operator
 from prescore.ops.parts import attend_parts
 from prescore.parallel.entry import attend_in_group
 from prescore.rng import Streams, as_streams, check_generator
@@ -252,9 +252,9 @@ def attend_keys(
     with without_autocast(query, key, value) as (query, key, value):
         checks.attention_inputs(query, key, value, is_causal=False, key_padding_mask=None, scale=scale)
         check_key_lists(indices, query, key)
+        operator = pick_operator(query, backend)
         if backend == "triton":
             raise Unsupported(f"backend {backend!r}", ["it runs Routed only"])
-        operator = pick_operator(query, backend)
         refuse_tracing()
         scaled, factor = with_positive_scale(query, scale)
         if backend in ("auto", "native"):
@@ -371,6 +371,7 @@ def _checked(
         reasons.append(f"dropout_p must be 0, as the ranks would drop other weights, got {options.dropout_p}")
     if reasons:
         raise Unsupported("group", reasons)
+    checks.one_of("backend", options.backend, BACKENDS)
     if options.backend in ("native", "triton"):
         reasons = ["it runs Routed only"]
         if isinstance(config, Routed):

@@ -176,7 +176,7 @@ class Selected(_Settings):
         if self.top_k is None and self.min_score is None:
             object.__setattr__(self, "top_k", 1024)
         if self.top_k is not None and self.min_score is not None:
-            raise ValueError(f"top_k must be None where min_score is given, got {self.top_k!r}")
+            raise ValueError(f"top_k must be None where min_score is given, got {checks.shown(self.top_k)}")
         if self.top_k is not None:
             checks.budget("top_k", self.top_k)
         if self.min_score is not None:

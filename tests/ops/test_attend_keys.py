@@ -213,6 +213,12 @@ WRONG = [
 ]
 
 
+def test_lists_for_no_queries_are_refused():
+    query, key, value = inputs()
+    with pytest.raises(ValueError, match="a list for each of the 0 queries, .* got 11 lists"):
+        prescore.attend_keys(query[:, :, :0], key, value, GOOD)
+
+
 @pytest.mark.parametrize(("indices", "error", "message"), WRONG, ids=str)
 def test_wrong_lists_are_refused(indices, error, message):
     with pytest.raises(error, match=message):

@@ -25,7 +25,7 @@ def check_key_lists(indices: Tensor, query: Tensor, key: Tensor) -> None:
         heads = f"{n_heads} or {n_kv_heads}" if n_heads != n_kv_heads else f"{n_heads}"
         raise ValueError(f"indices must have shape [{batch}, {heads}, lists, keys], got {shape}")
     n_lists = shape[2]
-    if n_lists != n_query and (not n_lists or n_lists != _ceil(n_query, _ceil(n_query, n_lists))):
+    if n_lists != n_query and (not n_lists or not n_query or n_lists != _ceil(n_query, _ceil(n_query, n_lists))):
         raise ValueError(
             f"indices must have a list for each of the {n_query} queries, or for each of n blocks of "
             f"ceil({n_query} / n) queries, got {n_lists} lists"
