@@ -215,7 +215,7 @@ WRONG = [
 
 def test_lists_for_no_queries_are_refused():
     query, key, value = inputs()
-    with pytest.raises(ValueError, match="a list for each of the 0 queries, .* got 11 lists"):
+    with pytest.raises(ValueError, match=r"a list for each of the 0 queries, .* got 11 lists"):
         prescore.attend_keys(query[:, :, :0], key, value, GOOD)
 
 
