@@ -226,6 +226,7 @@ OTHERS = [
     *((config_from_dict, {"values": values}, *rest) for values, *rest in DICTIONARIES),
     *((lambda parts: prescore.merge(*parts), {"parts": parts}, *rest) for parts, *rest in MERGES),
     *((register, {"name": name, "made": made}, *rest) for name, made, *rest in REGISTRATIONS),
+    (check_config, {"config": MASK}, TypeError, r"got Tensor \(2, 9\) torch.bool: masks are is_causal=True and"),
     (check_config, {"config": {}, "name": "layer 3"}, TypeError, "layer 3 must be a .* or None, got dict"),
 ]
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from torch import Tensor
+
 from prescore import checks
 from prescore.scoring.base import Scorer, as_scorer
 from prescore.types import Values
@@ -286,6 +288,8 @@ def check_config(config: Any, name: str = "config") -> Config:
         got = f"the type {config.__name__}: write {config.__name__}()" if is_type else type(config).__name__
         if isinstance(config, str):
             got = f"str {config!r}: pass an object, such as Routed() or Selected('key-diff')"
+        if isinstance(config, Tensor):
+            got = f"Tensor {checks.shown(config)}: masks are is_causal=True and key_padding_mask [batch, keys]"
         raise TypeError(f"{name} must be a prescore.Routed, Selected, Hyper or Exact, or None, got {got}")
     return config
 

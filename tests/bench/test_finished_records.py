@@ -92,6 +92,8 @@ def test_finished_records_are_drawn(runs, tmp_path, capsys, monkeypatch):
     assert main(["plot", str(runs), *words.split(), "--out", str(tmp_path / "b.svg")]) == 0
     assert drawn == [("loss", ((64.0,), (3.5,)))]  # the mean
     capsys.readouterr()
+    assert main(["plot", str(runs), "--out", str(tmp_path / "c")]) == 2
+    assert "--out must end in a suffix that names the format, such as .png, got" in capsys.readouterr().err
     assert main(["plot", str(runs), "-y", "speed", "--out", str(tmp_path / "c.png")]) == 2
     assert "rows must have numbers in 'reads_per_query' and 'speed', and" in capsys.readouterr().err
     assert not (tmp_path / "c.png").exists()

@@ -35,6 +35,8 @@ def command(
 
     Example: prescore plot runs/speed -x n -y speedup --by method --where causal=True --log-x --out s.png
     """
+    if not out.suffix:
+        raise ValueError(f"--out must end in a suffix that names the format, such as .png, got {str(out)!r}")
     records = find_records(paths)
     usual = _USUAL.get(records[0].command, (None, None, None))
     columns = [given or name for given, name in zip((x, y, by), usual, strict=True)]
