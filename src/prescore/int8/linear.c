@@ -1,6 +1,7 @@
-/* Linear layers with int8 weights: rows of bfloat16 or float32 are rounded to int8, multiplied, scaled and written in one call.
+/* Linear layers with int8 weights: rows of bfloat16 or float32 are rounded to int8, multiplied, scaled and written in one call. A
+ * decode step of a decoder layer is two calls, before and after its attention.
  *
- * linear.py makes the only calls and checks what they touch. Weights lie sixteen outputs side by side, four inputs of each
+ * linear.py and steps.py make the only calls and check what they touch. Weights lie sixteen outputs side by side, four inputs of each
  * together. Inputs come in groups with a scale per row each; the products of a group are whole numbers, and groups are added in
  * one order, so that a row gives the same alone and among others.
  */
@@ -344,5 +345,175 @@ PRESCORE_EXPORT int prescore_int8_linear(const LinearCall *p) {
             multiply_blocks(&of, &all);
     }
     free(rounded.numbers);
+    return 0;
+}
+
+/* --- a decode step of a decoder layer: one row */
+
+/* A linear layer; the bias has the type of the row. */
+typedef struct {
+    const uint8_t *weight;
+    const float *scale;
+    const void *bias;
+    int64_t inputs, outputs;
+} Product;
+
+enum { BEFORE_ATTENTION, OF_QUERIES, OF_KEYS, AFTER_ATTENTION, BEFORE_MLP, AFTER_MLP, NORMS };
+enum { QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN, PRODUCTS };
+
+/* Must equal `_LayerCall` in steps.py. Rows and weights of norms are bfloat16 or float32; sizes are multiples of 32. */
+typedef struct {
+    const void *hidden, *attended, *cosine, *sine; /* [width], [heads, dim], [dim] */
+    void *projected;                               /* queries, keys and values of the heads */
+    void *output;                                  /* [width] */
+    const void *norms[NORMS];                      /* NULL = none */
+    float eps[NORMS];
+    Product products[PRODUCTS];
+    int64_t width, heads, kv_heads, dim, group, is_float32;
+    float plus;         /* added to the weights of norms */
+    float steep, cubic; /* the activation is x / (1 + exp(-steep * (x + cubic * x^3))) */
+    float smallest, inverse;
+} LayerCall;
+
+static void widen_row(const LayerCall *p, const void *from, float *to, int64_t n) {
+    for (int64_t i = 0; i < n; i += WIDTH)
+        store(to + i, p->is_float32 ? load((const float *)from + i) : from_bfloat16((const uint16_t *)from + i));
+}
+
+static void narrow_row(const LayerCall *p, const float *from, void *to, int64_t n) {
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        if (p->is_float32)
+            store((float *)to + i, load(from + i));
+        else
+            store_bfloat16((uint16_t *)to + i, load(from + i));
+    }
+}
+
+/* Divide by the root of the mean square, and multiply by the weights of a norm; in place where there is one. */
+static void normalise(const LayerCall *p, int which, float *row, int64_t n) {
+    const void *weight = p->norms[which];
+    if (!weight) return;
+    floats sum = splat(0);
+    for (int64_t i = 0; i < n; i += WIDTH) sum += load(row + i) * load(row + i);
+    const float factor = 1.0f / sqrtf(total(sum) / (float)n + p->eps[which]);
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        const floats by = p->is_float32 ? load((const float *)weight + i) : from_bfloat16((const uint16_t *)weight + i);
+        store(row + i, load(row + i) * splat(factor) * (by + splat(p->plus)));
+    }
+}
+
+/* Products of one row with several layers; `pairs` of panels before each of them, and of all. */
+typedef struct {
+    LinearCall calls[3];
+    Rounded rounded;
+    int64_t n, parts, pairs[4];
+} Joint;
+
+static void multiply_joint(void *of, Jobs *jobs) {
+    const Joint *s = of;
+    for (int64_t job; (job = next_job(jobs)) >= 0;) {
+        const int64_t begin = s->pairs[s->n] * job / s->parts, stop = s->pairs[s->n] * (job + 1) / s->parts;
+        for (int64_t i = 0; i < s->n; i++) {
+            const int64_t panels = (s->calls[i].outputs + 15) / 16;
+            const int64_t first = begin > s->pairs[i] ? begin - s->pairs[i] : 0, last = (stop < s->pairs[i + 1] ? stop : s->pairs[i + 1]) - s->pairs[i];
+            if (first < last) multiply_block(s->calls + i, &s->rounded, 0, 0, 1, 2 * first, 2 * last < panels ? 2 * last : panels);
+        }
+    }
+}
+
+/* Products of a row with `n` layers, one result after the other in `to`. `scratch` holds the rounded row and the biases. */
+static void multiply_row(const LayerCall *p, const Product *some, int64_t n, const float *row, float *to, char *scratch) {
+    Joint s = {.n = n, .rounded = {.quarters = (some->inputs + 3) / 4, .groups = (some->inputs + p->group - 1) / p->group}};
+    s.rounded.numbers = (int8_t *)scratch;
+    s.rounded.unit = (float *)(scratch + 4 * s.rounded.quarters);
+    s.rounded.start = (int32_t *)(s.rounded.unit + s.rounded.groups);
+    float *bias = (float *)(s.rounded.start + s.rounded.groups);
+    for (int64_t i = 0; i < n; i++) {
+        s.calls[i] = (LinearCall){.input = row, .weight = some[i].weight, .scale = some[i].scale, .output = to, .rows = 1,
+                                  .inputs = some[i].inputs, .outputs = some[i].outputs, .group = p->group, .is_float32 = 1,
+                                  .smallest = p->smallest, .inverse = p->inverse};
+        if (some[i].bias) {
+            widen_row(p, some[i].bias, bias, some[i].outputs);
+            s.calls[i].bias = bias;
+            bias += some[i].outputs;
+        }
+        to += some[i].outputs;
+        s.pairs[i + 1] = s.pairs[i] + ((some[i].outputs + 15) / 16 + 1) / 2;
+    }
+    round_block(s.calls, &s.rounded, 0, 0, 1);
+    const int64_t threads = prescore_threads(), all = s.pairs[n];
+    const int is_large = threads > 1 && 32 * all * some->inputs > PARALLEL;
+    s.parts = !is_large ? 1 : 2 * threads < all ? 2 * threads : all;
+    Jobs jobs = {0, s.parts};
+    if (is_large)
+        prescore_run(s.parts, multiply_joint, &s);
+    else
+        multiply_joint(&s, &jobs);
+}
+
+/* Numbers of the scratch of `multiply_row`, at most. */
+static int64_t scratch_size(const LayerCall *p) {
+    int64_t inputs = 0, outputs = 0;
+    for (int i = 0; i < PRODUCTS; i++) {
+        inputs = p->products[i].inputs > inputs ? p->products[i].inputs : inputs;
+        outputs += p->products[i].outputs;
+    }
+    return 3 * inputs + outputs + 64;
+}
+
+/* A head with its position: halves x and y become x cos - y sin and y cos + x sin. */
+static void rotate(float *head, const float *cosine, const float *sine, int64_t dim) {
+    for (int64_t i = 0, j = dim / 2; j < dim; i += WIDTH, j += WIDTH) {
+        const floats x = load(head + i), y = load(head + j);
+        store(head + i, x * load(cosine + i) - y * load(sine + i));
+        store(head + j, y * load(cosine + j) + x * load(sine + j));
+    }
+}
+
+/* Queries, keys and values of a row. */
+PRESCORE_EXPORT int prescore_layer_before(const LayerCall *p) {
+    const int64_t wide = p->width, dim = p->dim, rotated = (p->heads + p->kv_heads) * dim, all = rotated + p->kv_heads * dim;
+    float *row = malloc(sizeof(float) * (size_t)(wide + all + 2 * dim + scratch_size(p)));
+    if (!row) return 1;
+    float *heads = row + wide, *cosine = heads + all, *sine = cosine + dim;
+    widen_row(p, p->hidden, row, wide);
+    widen_row(p, p->cosine, cosine, dim);
+    widen_row(p, p->sine, sine, dim);
+    normalise(p, BEFORE_ATTENTION, row, wide);
+    multiply_row(p, p->products + QUERY, 3, row, heads, (char *)(sine + dim));
+    for (int64_t at = 0; at < rotated; at += dim) {
+        normalise(p, at < p->heads * dim ? OF_QUERIES : OF_KEYS, heads + at, dim);
+        rotate(heads + at, cosine, sine, dim);
+    }
+    narrow_row(p, heads, p->projected, all);
+    free(row);
+    return 0;
+}
+
+/* What the layer makes of a row and its attention. */
+PRESCORE_EXPORT int prescore_layer_after(const LayerCall *p) {
+    const int64_t wide = p->width, attended = p->heads * p->dim, inner = p->products[GATE].outputs;
+    const int64_t most = attended > wide ? attended : wide;
+    float *row = malloc(sizeof(float) * (size_t)(wide + 2 * most + 2 * inner + scratch_size(p)));
+    if (!row) return 1;
+    float *some = row + wide, *more = some + most, *gate = more + most, *up = gate + inner;
+    char *scratch = (char *)(up + inner);
+    widen_row(p, p->hidden, row, wide);
+    widen_row(p, p->attended, some, attended);
+    multiply_row(p, p->products + OUTPUT, 1, some, more, scratch);
+    normalise(p, AFTER_ATTENTION, more, wide);
+    for (int64_t i = 0; i < wide; i += WIDTH) store(row + i, load(row + i) + load(more + i));
+    memcpy(some, row, sizeof(float) * (size_t)wide);
+    normalise(p, BEFORE_MLP, some, wide);
+    multiply_row(p, p->products + GATE, 2, some, gate, scratch);
+    for (int64_t i = 0; i < inner; i += WIDTH) {
+        const floats x = load(gate + i), power = (x + splat(p->cubic) * x * x * x) * splat(-p->steep);
+        store(gate + i, x * load(up + i) / (splat(1.0f) + vexp(power)));
+    }
+    multiply_row(p, p->products + DOWN, 1, gate, more, scratch);
+    normalise(p, AFTER_MLP, more, wide);
+    for (int64_t i = 0; i < wide; i += WIDTH) store(row + i, load(row + i) + load(more + i));
+    narrow_row(p, row, p->output, wide);
+    free(row);
     return 0;
 }

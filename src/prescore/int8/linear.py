@@ -12,6 +12,7 @@ nothing meets raw int8 numbers.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,8 @@ GROUP = 128
 _FEWEST = 16
 """From so many inputs per output on, a layer keeps its dtype: a router decides by small differences."""
 _MOST, _ZERO = 127, 128
-_SMALLEST = 1e-12
+SMALLEST, INVERSE = 1e-12, 1 / _MOST
+"""The least largest magnitude of a group, and what 1 stands for where the largest magnitude is 1."""
 _PANEL, _QUARTER = 16, 4
 _BLOCK = 2**20
 """Weights that are converted at a time."""
@@ -216,6 +218,10 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
         if isinstance(layer, nn.Linear):
             made[id(layer)] = converted = made.get(id(layer)) or Int8Linear(layer)
             setattr(parent, name, converted)
+    if "transformers" in sys.modules:  # else no layer is one of its
+        from prescore.integrations.transformers.steps import use_native_steps
+
+        use_native_steps(model)
     return model
 
 
@@ -257,23 +263,28 @@ def _multiply(input: Tensor, numbers: Tensor, scale: Tensor, bias: Tensor | None
 def _multiply_native(input: Tensor, numbers: Tensor, scale: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
     """As `_multiply`, up to rounding."""
     (n_rows, n_in), input = input.shape, input.contiguous()
-    panels, quarters = -(-n_out // _PANEL), -(-n_in // _QUARTER)
     output = torch.empty(n_rows, n_out, dtype=input.dtype, device="cpu")
-    expected = [
-        Expected("numbers", numbers, (panels, quarters, _PANEL, _QUARTER), torch.uint8),
-        Expected("scale", scale, (panels, _PANEL)),
-    ]
+    expected = expected_weight(numbers, scale, n_in, n_out)
     check_tensors(expected if bias is None else [*expected, Expected("bias", bias, (n_out,))])
     pointers = (input.data_ptr(), numbers.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr())
     sizes = (n_rows, n_in, n_out, GROUP, input.dtype == torch.float32)
-    call_library("prescore_int8_linear", _LinearCall(*pointers, output.data_ptr(), *sizes, _SMALLEST, 1 / _MOST))
+    call_library("prescore_int8_linear", _LinearCall(*pointers, output.data_ptr(), *sizes, SMALLEST, INVERSE))
     return output
+
+
+def expected_weight(numbers: Tensor, scale: Tensor, n_in: int, n_out: int) -> list[Expected]:
+    """What native code expects of the weight of an `Int8Linear`."""
+    panels, quarters = -(-n_out // _PANEL), -(-n_in // _QUARTER)
+    return [
+        Expected("numbers", numbers, (panels, quarters, _PANEL, _QUARTER), torch.uint8),
+        Expected("scale", scale, (panels, _PANEL)),
+    ]
 
 
 def _rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Rows as int8, and the scale `[M, 1]` of each."""
     wide = matrix.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).mul_(1 / _MOST)
+    scale = wide.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST).mul_(INVERSE)
     return (wide * scale.reciprocal()).round_().to(torch.int8), scale
 
 

@@ -213,11 +213,15 @@ def sums_in_spans(
     """
     n_before, n_chunks = n_done % chunks_per_span, parts.shape[1]
     after = -(n_before + n_chunks) % chunks_per_span
-    filled = pad(parts, (0, 0, 0, 0, n_before, after))
-    if n_before and before is not None:
-        filled[:, n_before - 1] = before[:, 0]
-    totals = filled.unflatten(1, (-1, chunks_per_span)).cumsum(2).flatten(1, 2)
+    if n_before and before is not None and n_chunks == 1:  # of a step, which would wait for sums of zeros
+        totals = before + parts
+    else:
+        filled = pad(parts, (0, 0, 0, 0, n_before, after))
+        if n_before and before is not None:
+            filled[:, n_before - 1] = before[:, 0]
+        sums = filled.unflatten(1, (-1, chunks_per_span)).cumsum(2).flatten(1, 2)
+        totals = sums[:, n_before : n_before + n_chunks]
     count = (
         torch.arange(n_before, n_before + n_chunks, dtype=torch.int64, device=parts.device) % chunks_per_span + 1
     )
-    return totals[:, n_before : n_before + n_chunks], count[:, None, None]
+    return totals, count[:, None, None]

@@ -52,6 +52,7 @@ FUNCTIONS = (
     *("prescore_native_follow", "prescore_native_threads", "prescore_native_compiler"),
     *("prescore_build_index", "prescore_routed_forward", "prescore_routed_backward"),
     *("prescore_exact_step", "prescore_attend_lists", "prescore_int8_linear"),
+    *("prescore_layer_before", "prescore_layer_after"),
 )
 """What a library of our interface must have."""
 
