@@ -218,6 +218,11 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
         if isinstance(layer, nn.Linear):
             made[id(layer)] = converted = made.get(id(layer)) or Int8Linear(layer)
             setattr(parent, name, converted)
+    kept = [*model.parameters()]
+    places = [parameter.data_ptr() for parameter in kept]
+    for parameter, place in zip(kept, places, strict=True):
+        if places.count(place) == 1:  # else another parameter is a view of it
+            parameter.data = parameter.data.clone()  # in the mapped file of safetensors, it would keep all of that
     if "transformers" in sys.modules:  # else no layer is one of its
         from prescore.integrations.transformers.steps import use_native_steps
 

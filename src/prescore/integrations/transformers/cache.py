@@ -325,7 +325,7 @@ def save_point(cache: Cache) -> Callable[[], None]:
     Attributes are enough for keys and values: layers of transformers replace them when they grow, and our buffers,
     which grow in place, are cropped. The states of convolutions and recurrences are written in place, and copied.
     """
-    saved = [(layer, {name: _copied(state) for name, state in vars(layer).items()}) for layer in cache.layers]
+    saved = [(layer, _attributes(layer)) for layer in cache.layers]
     of_ours = [(layer, dict(vars(layer.cache))) for layer in cache.layers if isinstance(layer, PrescoredLayer)]
 
     def go_back() -> None:
@@ -338,6 +338,13 @@ def save_point(cache: Cache) -> Callable[[], None]:
             layer.show()
 
     return go_back
+
+
+def _attributes(layer: Any) -> Values:
+    """What a cache layer holds; views of our buffers are made again, and would keep the smaller buffers before."""
+    is_ours = isinstance(layer, PrescoredLayer)
+    known = vars(layer).items()
+    return {name: _copied(state) for name, state in known if not (is_ours and isinstance(state, Tensor))}
 
 
 def _copied(state: Any) -> Any:

@@ -1,8 +1,8 @@
 """Decode steps of decoder layers with int8 weights: two native calls, before and after attention.
 
 transformers runs a layer as some twenty operators, and calling them takes longer than their work for one row.
-`use_native_steps` lets such layers make a step of one token by native code, and everything else as before. It takes
-a layer whose modules are those of `_parts`, and only where a trial shows that both ways do the same.
+`use_native_steps` lets such layers make a step of one token by native code, and everything else as before. It
+takes a layer whose modules are those of `_parts`, and only where a trial shows that both ways do the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from prescore.autograd import records_gradients
 from prescore.int8.linear import GROUP, INVERSE, SMALLEST, Int8Linear, expected_weight
 from prescore.integrations.transformers.cache import pass_cache
 from prescore.ops.operators import readable
@@ -37,6 +35,7 @@ _N_NORMS = 6
 _MULTIPLE = 32
 _FORMULAS = ((0.0, 1.0, 0.0), (1.0, math.sqrt(8 / math.pi), 0.044715))
 """What is added to the weights of norms, and a and b of the activation x / (1 + exp(-a * (x + b * x**3)))."""
+_made: dict[type[nn.Module], type[nn.Module]] = {}
 _TRIAL = "prescore-trial"
 _ERRORS = (0.02, 0.1)
 """The largest relative errors of a trial, to attention and after it: rounding gives less, another formula more."""
@@ -90,6 +89,8 @@ class _Prepared(NamedTuple):
 class NativeStep(nn.Module):
     """The first base of a layer that makes steps of one token by native code."""
 
+    _formula: tuple[float, float, float]
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own forward, up to rounding."""
         parts = None if args else _parts(self)
@@ -110,15 +111,21 @@ def use_native_steps(model: nn.Module) -> list[nn.Module]:
     taken = []
     for layer in layers:
         parts = _parts(layer)
-        if parts is not None and not layer.training and any(_agrees(layer, parts, formula) for formula in _FORMULAS):
+        if (
+            parts is not None
+            and not layer.training
+            and any(_agrees(layer, parts, formula) for formula in _FORMULAS)
+        ):
             taken.append(layer)
     return taken
 
 
-@lru_cache
 def _native_class(kind: type[nn.Module]) -> type[nn.Module]:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (NativeStep, kind), names)
+    """The same class with native steps, made once."""
+    if kind not in _made:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        _made[kind] = type(kind.__name__, (NativeStep, kind), names)
+    return _made[kind]
 
 
 def _new_layer(kind: type[nn.Module]) -> nn.Module:
@@ -139,7 +146,9 @@ def _parts(layer: nn.Module) -> _Parts | None:
     products = [(attention if name in _PRODUCTS[:4] else mlp)._modules.get(name) for name in _PRODUCTS]
     # beside norms and products there are attention, the MLP and its activation, and nothing else
     n_modules = len(layer._modules) + len(attention._modules) + len(mlp._modules)
-    is_whole = n_modules == len(norms) + len(products) + 3 and None not in norms.values() and "act_fn" in mlp._modules
+    is_whole = (
+        n_modules == len(norms) + len(products) + 3 and None not in norms.values() and "act_fn" in mlp._modules
+    )
     is_int8 = all(type(product) is Int8Linear for product in products)
     return _Parts(attention, mlp, norms, products) if is_whole and is_int8 else None
 
@@ -148,7 +157,7 @@ def _is_step(layer: nn.Module, parts: _Parts, hidden: Tensor, kwargs: Values) ->
     """Whether native code can answer a call: one token, with a cache, where nobody looks inside."""
     if hidden.shape[:-1] != (1, 1) or type(hidden) is not Tensor or hidden.device.type != "cpu":
         return False
-    if layer.training or hidden.dtype not in (torch.bfloat16, torch.float32) or records_gradients(hidden):
+    if layer.training or hidden.dtype not in (torch.bfloat16, torch.float32) or torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
@@ -165,14 +174,15 @@ def _is_step(layer: nn.Module, parts: _Parts, hidden: Tensor, kwargs: Values) ->
     return library.loaded_level() != library.NO_LEVEL
 
 
-def _prepare(layer: nn.Module, parts: _Parts, hidden: Tensor, kwargs: Values) -> _Prepared | None:
+def _prepare(layer: NativeStep, parts: _Parts, hidden: Tensor, kwargs: Values) -> _Prepared | None:
     """The call for a step, which is kept for the next; None = native code cannot answer it."""
     if not _is_step(layer, parts, hidden, kwargs):
         return None
     rotation, dim = kwargs.get("position_embeddings"), parts.attention.head_dim
-    if not isinstance(rotation, tuple) or [(*part.shape, part.dtype) for part in rotation] != [
-        (1, 1, dim, hidden.dtype)
-    ] * 2:
+    if (
+        not isinstance(rotation, tuple)
+        or [(*part.shape, part.dtype) for part in rotation] != [(1, 1, dim, hidden.dtype)] * 2
+    ):
         return None
     tensors = parts.tensors()
     pointers = [hidden.shape[-1], hidden.element_size(), *(0 if t is None else t.data_ptr() for t in tensors)]
@@ -252,7 +262,8 @@ def _step(
     attended = attend(attention, query, key, value, attention_mask, **options)[0]
     attended = readable(attended.contiguous())
     if attended.numel() != call.heads * dim or attended.dtype != hidden.dtype:
-        raise ValueError(f"attention must give {call.heads * dim} {hidden.dtype}, got {attended.shape} {attended.dtype}")
+        got = f"{tuple(attended.shape)} {attended.dtype}"
+        raise ValueError(f"attention must give {call.heads * dim} {hidden.dtype}, got {got}")
     rows.attended = attended.data_ptr()
     call_library("prescore_layer_after", rows)
     return output
