@@ -1,7 +1,7 @@
 /* Linear layers with int8 weights: rows of bfloat16 or float32 are rounded to int8, multiplied, scaled and written in one call. A
- * decode step of a decoder layer is two calls, before and after its attention.
+ * decoder layer is two calls, before and after its attention.
  *
- * linear.py and steps.py make the only calls and check what they touch. Weights lie sixteen outputs side by side, four inputs of each
+ * linear.py and layers.py make the only calls and check what they touch. Weights lie sixteen outputs side by side, four inputs of each
  * together. Inputs come in groups with a scale per row each; the products of a group are whole numbers, and groups are added in
  * one order, so that a row gives the same alone and among others.
  */
@@ -348,9 +348,13 @@ PRESCORE_EXPORT int prescore_int8_linear(const LinearCall *p) {
     return 0;
 }
 
-/* --- a decode step of a decoder layer: one row */
+/* --- decoder layers */
 
-/* A linear layer; the bias has the type of the row. */
+#define LAYER_ROWS 384 /* rows that pass through all parts of a layer together */
+#define ROWS_PER_JOB 16
+#define MOST_DIM 512
+
+/* A linear layer; the bias has the type of the rows. */
 typedef struct {
     const uint8_t *weight;
     const float *scale;
@@ -361,26 +365,42 @@ typedef struct {
 enum { BEFORE_ATTENTION, OF_QUERIES, OF_KEYS, AFTER_ATTENTION, BEFORE_MLP, AFTER_MLP, NORMS };
 enum { QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN, PRODUCTS };
 
-/* Must equal `_LayerCall` in steps.py. Rows and weights of norms are bfloat16 or float32; sizes are multiples of 32. */
+/* Must equal `_LayerCall` in layers.py. Rows and weights of norms are bfloat16 or float32; sizes are multiples of 32, and
+ * heads have at most MOST_DIM dimensions. */
 typedef struct {
-    const void *hidden, *attended, *cosine, *sine; /* [width], [heads, dim], [dim] */
-    void *projected;                               /* queries, keys and values of the heads */
-    void *output;                                  /* [width] */
+    const void *hidden, *attended, *cosine, *sine; /* [rows, width], [rows, heads, dim], [rows, dim] */
+    void *projected;                               /* [rows, heads + 2 kv_heads, dim]: queries, keys, values */
+    void *output;                                  /* [rows, width] */
     const void *norms[NORMS];                      /* NULL = none */
     float eps[NORMS];
     Product products[PRODUCTS];
-    int64_t width, heads, kv_heads, dim, group, is_float32;
+    int64_t rows, width, heads, kv_heads, dim, group, is_float32;
     float plus;         /* added to the weights of norms */
     float steep, cubic; /* the activation is x / (1 + exp(-steep * (x + cubic * x^3))) */
     float smallest, inverse;
 } LayerCall;
 
-static void widen_row(const LayerCall *p, const void *from, float *to, int64_t n) {
+/* Rows of a layer, and their parts: a buffer is [rows, numbers], the query, key and value follow one another as such. */
+typedef struct {
+    const LayerCall *p;
+    void (*work)(const void *of, int64_t row);
+    int64_t begin, n;
+    float *row, *some, *more, *gate, *heads, *bias;
+    char *scratch;
+} LayerRows;
+
+INLINE const void *at_number(const LayerCall *p, const void *data, int64_t number) {
+    return (const char *)data + number * (p->is_float32 ? 4 : 2);
+}
+
+static void widen_row(const LayerCall *p, const void *from, int64_t at, float *to, int64_t n) {
+    from = at_number(p, from, at);
     for (int64_t i = 0; i < n; i += WIDTH)
         store(to + i, p->is_float32 ? load((const float *)from + i) : from_bfloat16((const uint16_t *)from + i));
 }
 
-static void narrow_row(const LayerCall *p, const float *from, void *to, int64_t n) {
+static void narrow_row(const LayerCall *p, const float *from, void *to, int64_t at, int64_t n) {
+    to = (void *)at_number(p, to, at);
     for (int64_t i = 0; i < n; i += WIDTH) {
         if (p->is_float32)
             store((float *)to + i, load(from + i));
@@ -389,7 +409,7 @@ static void narrow_row(const LayerCall *p, const float *from, void *to, int64_t 
     }
 }
 
-/* Divide by the root of the mean square, and multiply by the weights of a norm; in place where there is one. */
+/* Divide by the root of the mean square, and multiply by the weights of a norm, where there is one. */
 static void normalise(const LayerCall *p, int which, float *row, int64_t n) {
     const void *weight = p->norms[which];
     if (!weight) return;
@@ -400,6 +420,22 @@ static void normalise(const LayerCall *p, int which, float *row, int64_t n) {
         const floats by = p->is_float32 ? load((const float *)weight + i) : from_bfloat16((const uint16_t *)weight + i);
         store(row + i, load(row + i) * splat(factor) * (by + splat(p->plus)));
     }
+}
+
+static void add_row(float *to, const float *more, int64_t n) {
+    for (int64_t i = 0; i < n; i += WIDTH) store(to + i, load(to + i) + load(more + i));
+}
+
+static void work_rows(void *of, Jobs *jobs) {
+    const LayerRows *s = of;
+    for (int64_t job; (job = next_job(jobs)) >= 0;)
+        for (int64_t i = job * ROWS_PER_JOB; i < s->n && i < (job + 1) * ROWS_PER_JOB; i++) s->work(s, i);
+}
+
+/* Do the same for every row. */
+static void for_rows(LayerRows *s, void (*work)(const void *of, int64_t row)) {
+    s->work = work;
+    prescore_run((s->n + ROWS_PER_JOB - 1) / ROWS_PER_JOB, work_rows, s);
 }
 
 /* Products of one row with several layers; `pairs` of panels before each of them, and of all. */
@@ -421,99 +457,152 @@ static void multiply_joint(void *of, Jobs *jobs) {
     }
 }
 
-/* Products of a row with `n` layers, one result after the other in `to`. `scratch` holds the rounded row and the biases. */
-static void multiply_row(const LayerCall *p, const Product *some, int64_t n, const float *row, float *to, char *scratch) {
+/* Products of rows with `n` layers, one result after the other in `to`; returns 1 where there is no memory. */
+static int multiply_rows(const LayerRows *r, int first, int64_t n, const float *rows, float *to) {
+    const LayerCall *p = r->p;
+    const Product *some = p->products + first;
     Joint s = {.n = n, .rounded = {.quarters = (some->inputs + 3) / 4, .groups = (some->inputs + p->group - 1) / p->group}};
-    s.rounded.numbers = (int8_t *)scratch;
-    s.rounded.unit = (float *)(scratch + 4 * s.rounded.quarters);
-    s.rounded.start = (int32_t *)(s.rounded.unit + s.rounded.groups);
-    float *bias = (float *)(s.rounded.start + s.rounded.groups);
+    float *bias = r->bias;
     for (int64_t i = 0; i < n; i++) {
-        s.calls[i] = (LinearCall){.input = row, .weight = some[i].weight, .scale = some[i].scale, .output = to, .rows = 1,
+        s.calls[i] = (LinearCall){.input = rows, .weight = some[i].weight, .scale = some[i].scale, .output = to, .rows = r->n,
                                   .inputs = some[i].inputs, .outputs = some[i].outputs, .group = p->group, .is_float32 = 1,
                                   .smallest = p->smallest, .inverse = p->inverse};
         if (some[i].bias) {
-            widen_row(p, some[i].bias, bias, some[i].outputs);
+            widen_row(p, some[i].bias, 0, bias, some[i].outputs);
             s.calls[i].bias = bias;
             bias += some[i].outputs;
         }
-        to += some[i].outputs;
+        to += r->n * some[i].outputs;
         s.pairs[i + 1] = s.pairs[i] + ((some[i].outputs + 15) / 16 + 1) / 2;
     }
+    if (r->n > 1) {
+        for (int64_t i = 0; i < n; i++)
+            if (prescore_int8_linear(s.calls + i)) return 1;
+        return 0;
+    }
+    s.rounded.numbers = (int8_t *)r->scratch;
+    s.rounded.unit = (float *)(r->scratch + 4 * s.rounded.quarters);
+    s.rounded.start = (int32_t *)(s.rounded.unit + s.rounded.groups);
     round_block(s.calls, &s.rounded, 0, 0, 1);
     const int64_t threads = prescore_threads(), all = s.pairs[n];
     const int is_large = threads > 1 && 32 * all * some->inputs > PARALLEL;
     s.parts = !is_large ? 1 : 2 * threads < all ? 2 * threads : all;
-    Jobs jobs = {0, s.parts};
-    if (is_large)
-        prescore_run(s.parts, multiply_joint, &s);
-    else
-        multiply_joint(&s, &jobs);
+    prescore_run(s.parts, multiply_joint, &s);
+    return 0;
 }
 
-/* Numbers of the scratch of `multiply_row`, at most. */
-static int64_t scratch_size(const LayerCall *p) {
-    int64_t inputs = 0, outputs = 0;
-    for (int i = 0; i < PRODUCTS; i++) {
-        inputs = p->products[i].inputs > inputs ? p->products[i].inputs : inputs;
-        outputs += p->products[i].outputs;
+/* The buffers for at most LAYER_ROWS rows; returns 1 where there is no memory. */
+static int make_rows(const LayerCall *p, LayerRows *s) {
+    const int64_t all = (p->heads + 2 * p->kv_heads) * p->dim, inner = p->products[GATE].outputs, attended = p->heads * p->dim;
+    const int64_t most = attended > p->width ? attended : p->width, n = p->rows < LAYER_ROWS ? p->rows : LAYER_ROWS;
+    const int64_t inputs = inner > most ? inner : most;
+    *s = (LayerRows){.p = p};
+    s->row = malloc(sizeof(float) * (size_t)(n * (p->width + 2 * most + 2 * inner + all) + all + 2 * inner + 2 * most + 3 * inputs + 64));
+    if (!s->row) return 1;
+    s->some = s->row + n * p->width;
+    s->more = s->some + n * most;
+    s->gate = s->more + n * most;
+    s->heads = s->gate + n * 2 * inner;
+    s->bias = s->heads + n * all;
+    s->scratch = (char *)(s->bias + all + 2 * inner + 2 * most);
+    return 0;
+}
+
+static void enter_row(const void *of, int64_t i) {
+    const LayerRows *s = of;
+    widen_row(s->p, s->p->hidden, (s->begin + i) * s->p->width, s->row + i * s->p->width, s->p->width);
+    normalise(s->p, BEFORE_ATTENTION, s->row + i * s->p->width, s->p->width);
+}
+
+/* Heads get their norms and positions: halves x and y become x cos - y sin and y cos + x sin. */
+static void place_heads(const void *of, int64_t i) {
+    const LayerRows *s = of;
+    const LayerCall *p = s->p;
+    const int64_t dim = p->dim, half = dim / 2, counts[] = {p->heads, p->kv_heads, p->kv_heads};
+    float cosine[MOST_DIM], sine[MOST_DIM];
+    widen_row(p, p->cosine, (s->begin + i) * dim, cosine, dim);
+    widen_row(p, p->sine, (s->begin + i) * dim, sine, dim);
+    int64_t to = (s->begin + i) * (p->heads + 2 * p->kv_heads) * dim;
+    float *from = s->heads;
+    for (int kind = 0; kind < 3; from += s->n * counts[kind] * dim, kind++)
+        for (int64_t h = 0; h < counts[kind]; h++, to += dim) {
+            float *head = from + (i * counts[kind] + h) * dim;
+            if (kind < 2) {
+                normalise(p, kind == 0 ? OF_QUERIES : OF_KEYS, head, dim);
+                for (int64_t j = 0; j < half; j += WIDTH) {
+                    const floats x = load(head + j), y = load(head + half + j);
+                    store(head + j, x * load(cosine + j) - y * load(sine + j));
+                    store(head + half + j, y * load(cosine + half + j) + x * load(sine + half + j));
+                }
+            }
+            narrow_row(p, head, p->projected, to, dim);
+        }
+}
+
+static void enter_attended(const void *of, int64_t i) {
+    const LayerRows *s = of;
+    const int64_t n = s->p->heads * s->p->dim;
+    widen_row(s->p, s->p->attended, (s->begin + i) * n, s->some + i * n, n);
+}
+
+static void enter_mlp(const void *of, int64_t i) {
+    const LayerRows *s = of;
+    const int64_t n = s->p->width;
+    float *row = s->row + i * n, *some = s->some + i * n, *more = s->more + i * n;
+    widen_row(s->p, s->p->hidden, (s->begin + i) * n, row, n);
+    normalise(s->p, AFTER_ATTENTION, more, n);
+    add_row(row, more, n);
+    memcpy(some, row, sizeof(float) * (size_t)n);
+    normalise(s->p, BEFORE_MLP, some, n);
+}
+
+static void activate(const void *of, int64_t i) {
+    const LayerRows *s = of;
+    const int64_t n = s->p->products[GATE].outputs;
+    float *gate = s->gate + i * n;
+    const float *up = s->gate + (s->n + i) * n;
+    for (int64_t j = 0; j < n; j += WIDTH) {
+        const floats x = load(gate + j), power = (x + splat(s->p->cubic) * x * x * x) * splat(-s->p->steep);
+        store(gate + j, x * load(up + j) / (splat(1.0f) + vexp(power)));
     }
-    return 3 * inputs + outputs + 64;
 }
 
-/* A head with its position: halves x and y become x cos - y sin and y cos + x sin. */
-static void rotate(float *head, const float *cosine, const float *sine, int64_t dim) {
-    for (int64_t i = 0, j = dim / 2; j < dim; i += WIDTH, j += WIDTH) {
-        const floats x = load(head + i), y = load(head + j);
-        store(head + i, x * load(cosine + i) - y * load(sine + i));
-        store(head + j, y * load(cosine + j) + x * load(sine + j));
-    }
+static void leave_row(const void *of, int64_t i) {
+    const LayerRows *s = of;
+    const int64_t n = s->p->width;
+    normalise(s->p, AFTER_MLP, s->more + i * n, n);
+    add_row(s->row + i * n, s->more + i * n, n);
+    narrow_row(s->p, s->row + i * n, s->p->output, (s->begin + i) * n, n);
 }
 
-/* Queries, keys and values of a row. */
+/* Queries, keys and values of rows. */
 PRESCORE_EXPORT int prescore_layer_before(const LayerCall *p) {
-    const int64_t wide = p->width, dim = p->dim, rotated = (p->heads + p->kv_heads) * dim, all = rotated + p->kv_heads * dim;
-    float *row = malloc(sizeof(float) * (size_t)(wide + all + 2 * dim + scratch_size(p)));
-    if (!row) return 1;
-    float *heads = row + wide, *cosine = heads + all, *sine = cosine + dim;
-    widen_row(p, p->hidden, row, wide);
-    widen_row(p, p->cosine, cosine, dim);
-    widen_row(p, p->sine, sine, dim);
-    normalise(p, BEFORE_ATTENTION, row, wide);
-    multiply_row(p, p->products + QUERY, 3, row, heads, (char *)(sine + dim));
-    for (int64_t at = 0; at < rotated; at += dim) {
-        normalise(p, at < p->heads * dim ? OF_QUERIES : OF_KEYS, heads + at, dim);
-        rotate(heads + at, cosine, sine, dim);
+    LayerRows s;
+    int failed = make_rows(p, &s);
+    for (; !failed && s.begin < p->rows; s.begin += s.n) {
+        s.n = p->rows - s.begin < LAYER_ROWS ? p->rows - s.begin : LAYER_ROWS;
+        for_rows(&s, enter_row);
+        failed = multiply_rows(&s, QUERY, 3, s.row, s.heads);
+        if (!failed) for_rows(&s, place_heads);
     }
-    narrow_row(p, heads, p->projected, all);
-    free(row);
-    return 0;
+    free(s.row);
+    return failed;
 }
 
-/* What the layer makes of a row and its attention. */
+/* What the layer makes of rows and their attention. */
 PRESCORE_EXPORT int prescore_layer_after(const LayerCall *p) {
-    const int64_t wide = p->width, attended = p->heads * p->dim, inner = p->products[GATE].outputs;
-    const int64_t most = attended > wide ? attended : wide;
-    float *row = malloc(sizeof(float) * (size_t)(wide + 2 * most + 2 * inner + scratch_size(p)));
-    if (!row) return 1;
-    float *some = row + wide, *more = some + most, *gate = more + most, *up = gate + inner;
-    char *scratch = (char *)(up + inner);
-    widen_row(p, p->hidden, row, wide);
-    widen_row(p, p->attended, some, attended);
-    multiply_row(p, p->products + OUTPUT, 1, some, more, scratch);
-    normalise(p, AFTER_ATTENTION, more, wide);
-    for (int64_t i = 0; i < wide; i += WIDTH) store(row + i, load(row + i) + load(more + i));
-    memcpy(some, row, sizeof(float) * (size_t)wide);
-    normalise(p, BEFORE_MLP, some, wide);
-    multiply_row(p, p->products + GATE, 2, some, gate, scratch);
-    for (int64_t i = 0; i < inner; i += WIDTH) {
-        const floats x = load(gate + i), power = (x + splat(p->cubic) * x * x * x) * splat(-p->steep);
-        store(gate + i, x * load(up + i) / (splat(1.0f) + vexp(power)));
+    LayerRows s;
+    int failed = make_rows(p, &s);
+    for (; !failed && s.begin < p->rows; s.begin += s.n) {
+        s.n = p->rows - s.begin < LAYER_ROWS ? p->rows - s.begin : LAYER_ROWS;
+        for_rows(&s, enter_attended);
+        if ((failed = multiply_rows(&s, OUTPUT, 1, s.some, s.more))) break;
+        for_rows(&s, enter_mlp);
+        if ((failed = multiply_rows(&s, GATE, 2, s.some, s.gate))) break;
+        for_rows(&s, activate);
+        if ((failed = multiply_rows(&s, DOWN, 1, s.gate, s.more))) break;
+        for_rows(&s, leave_row);
     }
-    multiply_row(p, p->products + DOWN, 1, gate, more, scratch);
-    normalise(p, AFTER_MLP, more, wide);
-    for (int64_t i = 0; i < wide; i += WIDTH) store(row + i, load(row + i) + load(more + i));
-    narrow_row(p, row, p->output, wide);
-    free(row);
-    return 0;
+    free(s.row);
+    return failed;
 }

@@ -224,9 +224,9 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
         if places.count(place) == 1:  # else another parameter is a view of it
             parameter.data = parameter.data.clone()  # in the mapped file of safetensors, it would keep all of that
     if "transformers" in sys.modules:  # else no layer is one of its
-        from prescore.integrations.transformers.steps import use_native_steps
+        from prescore.integrations.transformers.layers import use_native_layers
 
-        use_native_steps(model)
+        use_native_layers(model)
     return model
 
 

@@ -23,7 +23,7 @@ SOURCES = (FOLDER, FOLDER.parents[1] / "int8")
 """Folders whose C files make one library; they share the headers of the first."""
 NOT_BUILT = "not_built.txt"
 """A file with the reason, where nothing could be built: `prescore info` shows it."""
-ABI = 16
+ABI = 17
 """Which signatures the C functions have; a library with another number is not used."""
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")

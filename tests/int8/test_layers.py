@@ -1,4 +1,4 @@
-"""Decode steps of layers with int8 weights by native code: as the layers' own forward, or not taken."""
+"""Decoder layers with int8 weights by native code: as the layers' own forward, or not taken."""
 
 import copy
 import io
@@ -14,8 +14,8 @@ import prescore
 from prescore.errors import Unsupported
 from prescore.int8.linear import use_int8_weights
 from prescore.integrations.transformers import PrescoredCache
-from prescore.integrations.transformers import steps as steps_module
-from prescore.integrations.transformers.steps import NativeStep, use_native_steps
+from prescore.integrations.transformers import layers as layers_module
+from prescore.integrations.transformers.layers import NativeLayer, use_native_layers
 
 pytestmark = needs_native
 SIZES = {"vocab_size": 96, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "head_dim": 32}
@@ -52,58 +52,58 @@ def made(family, dtype=torch.bfloat16, **options):
 
 
 def by_modules(model):
-    """The same model without native steps."""
+    """The same model, run by its modules."""
     model = copy.deepcopy(model)
     for layer in model.modules():
-        if isinstance(layer, NativeStep):
+        if isinstance(layer, NativeLayer):
             layer.__class__ = type(layer).__mro__[2]
     return model
 
 
 @torch.no_grad()
-def continued(model, n_prompt=40, n_steps=6, cache=None):
+def continued(model, n_prompt=400, n_steps=6, cache=None):
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 96, (1, n_prompt + n_steps), generator=generator)
     cache = DynamicCache(config=model.config) if cache is None else cache
-    model(tokens[:, :n_prompt], past_key_values=cache)
+    first = model(tokens[:, :n_prompt], past_key_values=cache).logits
     steps = [
         model(tokens[:, n : n + 1], past_key_values=cache).logits for n in range(n_prompt, n_prompt + n_steps)
     ]
-    return torch.cat(steps).float()
+    return torch.cat((first, *steps), dim=1).float()[0]
 
 
 def native_calls(monkeypatch):
-    called, original = [], steps_module.call_library
+    called, original = [], layers_module.call_library
     monkeypatch.setattr(
-        steps_module, "call_library", lambda name, call: (called.append(name), original(name, call))
+        layers_module, "call_library", lambda name, call: (called.append(name), original(name, call))
     )
     return called
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", TAKEN)
-def test_a_step_is_that_of_the_modules(family, dtype, monkeypatch):
+def test_prompts_and_steps_are_those_of_the_modules(family, dtype, monkeypatch):
     model = use_int8_weights(made(family, dtype))
-    assert [type(layer).__name__ for layer in model.modules() if isinstance(layer, NativeStep)] == [
+    assert [type(layer).__name__ for layer in model.modules() if isinstance(layer, NativeLayer)] == [
         type(model.model.layers[0]).__name__
     ] * 2
     modules, called = by_modules(model), native_calls(monkeypatch)
     wanted = continued(modules)
     assert not called
     results = {"sdpa": continued(model)}
-    assert called == ["prescore_layer_before", "prescore_layer_after"] * 12
+    assert called == ["prescore_layer_before", "prescore_layer_after"] * 14
     with prescore.apply(model, prescore.Exact()):
         results["prescored"] = continued(model)
         results["our cache"] = continued(model, cache=PrescoredCache(model.config))
     for name, got in results.items():
         error = float((got - wanted).norm() / wanted.norm())
-        assert error < (0.01 if dtype == torch.float32 else 0.06), name
+        assert error < (0.02 if dtype == torch.float32 else 0.06), name
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_layers_that_compute_something_else_keep_their_forward(family):
     model = use_int8_weights(made(family))
-    assert not any(isinstance(layer, NativeStep) for layer in model.modules())
+    assert not any(isinstance(layer, NativeLayer) for layer in model.modules())
 
 
 def test_every_part_of_a_layer_counts():
@@ -129,9 +129,10 @@ def test_steps_follow_new_weights():
     other.model.layers[0].mlp.up_proj.weight = -other.model.layers[0].mlp.up_proj.weight
     continued(model)
     model.load_state_dict(other.state_dict())
-    assert torch.allclose(continued(model), continued(other), atol=1e-3)
+    wanted = continued(other)
+    assert float((continued(model) - wanted).norm() / wanted.norm()) < 0.02  # numbers are rounded twice
     model.to(torch.bfloat16)
-    assert float((continued(model) - continued(other)).norm() / continued(other).norm()) < 0.06
+    assert float((continued(model) - wanted).norm() / wanted.norm()) < 0.06
 
 
 def test_copies_and_files_are_layers_of_the_same_kind():
@@ -141,7 +142,7 @@ def test_copies_and_files_are_layers_of_the_same_kind():
     torch.save(model, file)
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert sum(isinstance(layer, NativeStep) for layer in other.modules()) == 2
+        assert sum(isinstance(layer, NativeLayer) for layer in other.modules()) == 2
         assert torch.equal(continued(other), wanted)
 
 
@@ -166,7 +167,6 @@ def test_where_somebody_looks_inside_modules_run(monkeypatch):
         handle.remove()
     called.clear()
     model(torch.tensor([[5], [6]]), past_key_values=DynamicCache())
-    model(token, use_cache=False)
     make_fx(lambda token: model(token, past_key_values=DynamicCache()).logits)(token)
     with torch.enable_grad(), pytest.raises(Unsupported, match="gradients"):
         model(inputs_embeds=torch.randn(1, 1, 96, dtype=torch.bfloat16), past_key_values=DynamicCache())
@@ -176,4 +176,4 @@ def test_where_somebody_looks_inside_modules_run(monkeypatch):
     model = use_int8_weights(made("Llama")).train()
     step()
     assert not called
-    assert not use_native_steps(use_int8_weights(made("Llama").train()))
+    assert not use_native_layers(use_int8_weights(made("Llama").train()))

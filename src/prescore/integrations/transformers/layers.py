@@ -1,8 +1,8 @@
-"""Decode steps of decoder layers with int8 weights: two native calls, before and after attention.
+"""Decoder layers with int8 weights: two native calls, before and after attention.
 
-transformers runs a layer as some twenty operators, and calling them takes longer than their work for one row.
-`use_native_steps` lets such layers make a step of one token by native code, and everything else as before. It
-takes a layer whose modules are those of `_parts`, and only where a trial shows that both ways do the same.
+transformers runs a layer as some twenty operators. For one row, calling them takes longer than their work; for
+many rows, norms, rotations and activations pass through memory many times. `use_native_layers` takes a layer whose
+modules are those of `_parts`, and only where a trial shows that both ways do the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FOUR_NORMS = {**_TWO_NORMS, 3: "post_attention_layernorm", 4: "pre_feedforward_
 _FOUR_NORMS[5] = "post_feedforward_layernorm"
 """Norms by their numbers in C; those of queries and keys are 1 and 2."""
 _N_NORMS = 6
-_MULTIPLE = 32
+_MULTIPLE, _MOST_DIM = 32, 512
 _FORMULAS = ((0.0, 1.0, 0.0), (1.0, math.sqrt(8 / math.pi), 0.044715))
 """What is added to the weights of norms, and a and b of the activation x / (1 + exp(-a * (x + b * x**3)))."""
 _made: dict[type[nn.Module], type[nn.Module]] = {}
@@ -56,7 +56,7 @@ class _LayerCall(ctypes.Structure):
         ("norms", ctypes.c_void_p * _N_NORMS),
         ("eps", ctypes.c_float * _N_NORMS),
         ("products", _Product * len(_PRODUCTS)),
-        *((name, ctypes.c_int64) for name in ("width", "heads", "kv_heads", "dim", "group", "is_float32")),
+        *((name, ctypes.c_int64) for name in ("rows", "width", "heads", "kv_heads", "dim", "group", "is_float32")),
         *((name, ctypes.c_float) for name in ("plus", "steep", "cubic", "smallest", "inverse")),
     )
 
@@ -86,8 +86,8 @@ class _Prepared(NamedTuple):
     tensors: list[Tensor | None]
 
 
-class NativeStep(nn.Module):
-    """The first base of a layer that makes steps of one token by native code."""
+class NativeLayer(nn.Module):
+    """The first base of a layer that native code runs where it can."""
 
     _formula: tuple[float, float, float]
 
@@ -97,7 +97,7 @@ class NativeStep(nn.Module):
         prepared = None if parts is None else _prepare(self, parts, hidden_states, kwargs)
         if parts is None or prepared is None:
             return super().forward(hidden_states, *args, **kwargs)
-        return _step(parts, prepared.call, hidden_states, **kwargs)
+        return _run(parts, prepared.call, hidden_states, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As a layer of the original class, which can be named in a file, and is made one of this again."""
@@ -105,9 +105,9 @@ class NativeStep(nn.Module):
         return _new_layer, (type(self).__mro__[2],), state
 
 
-def use_native_steps(model: nn.Module) -> list[nn.Module]:
-    """Let decoder layers of a model make steps of one token by native code, in place; returns these layers."""
-    layers = [module for module in model.modules() if not isinstance(module, NativeStep)]
+def use_native_layers(model: nn.Module) -> list[nn.Module]:
+    """Let native code run decoder layers of a model, in place; returns these layers."""
+    layers = [module for module in model.modules() if not isinstance(module, NativeLayer)]
     taken = []
     for layer in layers:
         parts = _parts(layer)
@@ -121,10 +121,10 @@ def use_native_steps(model: nn.Module) -> list[nn.Module]:
 
 
 def _native_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The same class with native steps, made once."""
+    """The same class, run by native code; made once."""
     if kind not in _made:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        _made[kind] = type(kind.__name__, (NativeStep, kind), names)
+        _made[kind] = type(kind.__name__, (NativeLayer, kind), names)
     return _made[kind]
 
 
@@ -153,9 +153,15 @@ def _parts(layer: nn.Module) -> _Parts | None:
     return _Parts(attention, mlp, norms, products) if is_whole and is_int8 else None
 
 
-def _is_step(layer: nn.Module, parts: _Parts, hidden: Tensor, kwargs: Values) -> bool:
-    """Whether native code can answer a call: one token, with a cache, where nobody looks inside."""
-    if hidden.shape[:-1] != (1, 1) or type(hidden) is not Tensor or hidden.device.type != "cpu":
+def _can_run(layer: nn.Module, parts: _Parts, hidden: Tensor, kwargs: Values) -> bool:
+    """Whether native code can answer a call: one sequence, without gradients, where nobody looks inside."""
+    if (
+        hidden.ndim != 3
+        or hidden.shape[0] != 1
+        or not hidden.shape[1]
+        or type(hidden) is not Tensor
+        or hidden.device.type != "cpu"
+    ):
         return False
     if layer.training or hidden.dtype not in (torch.bfloat16, torch.float32) or torch.is_grad_enabled():
         return False
@@ -163,7 +169,7 @@ def _is_step(layer: nn.Module, parts: _Parts, hidden: Tensor, kwargs: Values) ->
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
         return False
-    if kwargs.get("past_key_values") is None or kwargs.get("output_attentions"):
+    if kwargs.get("output_attentions"):
         return False
     inner = (parts.attention, parts.mlp, parts.mlp.act_fn, *parts.norms.values(), *parts.products)
     for module in inner:
@@ -174,15 +180,15 @@ def _is_step(layer: nn.Module, parts: _Parts, hidden: Tensor, kwargs: Values) ->
     return library.loaded_level() != library.NO_LEVEL
 
 
-def _prepare(layer: NativeStep, parts: _Parts, hidden: Tensor, kwargs: Values) -> _Prepared | None:
-    """The call for a step, which is kept for the next; None = native code cannot answer it."""
-    if not _is_step(layer, parts, hidden, kwargs):
+def _prepare(layer: NativeLayer, parts: _Parts, hidden: Tensor, kwargs: Values) -> _Prepared | None:
+    """The call of a layer, which is kept for the next; None = native code cannot answer it."""
+    if not _can_run(layer, parts, hidden, kwargs):
         return None
-    rotation, dim = kwargs.get("position_embeddings"), parts.attention.head_dim
-    if (
-        not isinstance(rotation, tuple)
-        or [(*part.shape, part.dtype) for part in rotation] != [(1, 1, dim, hidden.dtype)] * 2
-    ):
+    rotation, wanted = (
+        kwargs.get("position_embeddings"),
+        (*hidden.shape[:2], parts.attention.head_dim, hidden.dtype),
+    )
+    if not isinstance(rotation, tuple) or any((*part.shape, part.dtype) != wanted for part in rotation):
         return None
     tensors = parts.tensors()
     pointers = [hidden.shape[-1], hidden.element_size(), *(0 if t is None else t.data_ptr() for t in tensors)]
@@ -204,7 +210,13 @@ def _call(parts: _Parts, hidden: Tensor, formula: tuple[float, float, float]) ->
     rows = [(weight, dim if number in (1, 2) else width) for number, weight in weights.items()]
     rows += [(p.bias, size) for p, (_, size) in zip(products, sizes, strict=True) if p.bias is not None]
     fits = [(product.in_features, product.out_features) for product in products] == sizes
-    if not fits or n_query % dim or n_key % dim or any(size % _MULTIPLE for size in (dim, width, inner)):
+    if (
+        not fits
+        or n_query % dim
+        or n_key % dim
+        or dim > _MOST_DIM
+        or any(size % _MULTIPLE for size in (dim, width, inner))
+    ):
         return None
     if any(t.shape != (size,) or t.dtype != hidden.dtype or not t.is_contiguous() for t, size in rows):
         return None
@@ -228,22 +240,23 @@ def _eps(norm: nn.Module) -> float:
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", math.nan)))
 
 
-def _step(
+def _run(
     parts: _Parts,
     call: _LayerCall,
     hidden: Tensor,
     *,
     position_embeddings: tuple[Tensor, Tensor],
-    past_key_values: Any,
+    past_key_values: Any = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """One token through a layer, whose attention is called as the layer itself calls it."""
-    attention, dim = parts.attention, call.dim
+    """Tokens through a layer, whose attention is called as the layer itself calls it."""
+    attention, dim, n = parts.attention, call.dim, hidden.shape[1]
     hidden, cosine, sine = (readable(part.contiguous()) for part in (hidden, *position_embeddings))
-    projected = hidden.new_empty(1, call.heads + 2 * call.kv_heads, 1, dim)
+    projected = hidden.new_empty(1, n, call.heads + 2 * call.kv_heads, dim)
     output = torch.empty_like(hidden)
     rows = _LayerCall.from_buffer_copy(call)
+    rows.rows = n
     rows.hidden, rows.cosine, rows.sine = hidden.data_ptr(), cosine.data_ptr(), sine.data_ptr()
     rows.projected, rows.output = projected.data_ptr(), output.data_ptr()
     call_library("prescore_layer_before", rows)
@@ -251,8 +264,10 @@ def _step(
         given = {**kwargs, "past_key_values": past_key_values}
         kwargs = (pass_cache(attention, (), given) or ((), given))[1]
         del kwargs["past_key_values"]
-    query, key, value = projected.split((call.heads, call.kv_heads, call.kv_heads), dim=1)
-    key, value = past_key_values.update(key, value, attention.layer_idx)
+    counts = (call.heads, call.kv_heads, call.kv_heads)
+    query, key, value = (part.transpose(1, 2) for part in projected.split(counts, dim=2))
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, attention.layer_idx)
     config = attention.config
     window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
     if window is not None:
@@ -261,16 +276,16 @@ def _step(
     options = {"dropout": 0.0, "scaling": attention.scaling, **kwargs}
     attended = attend(attention, query, key, value, attention_mask, **options)[0]
     attended = readable(attended.contiguous())
-    if attended.numel() != call.heads * dim or attended.dtype != hidden.dtype:
+    if attended.numel() != n * call.heads * dim or attended.dtype != hidden.dtype:
         got = f"{tuple(attended.shape)} {attended.dtype}"
-        raise ValueError(f"attention must give {call.heads * dim} {hidden.dtype}, got {got}")
+        raise ValueError(f"attention must give {n} x {call.heads * dim} {hidden.dtype}, got {got}")
     rows.attended = attended.data_ptr()
     call_library("prescore_layer_after", rows)
     return output
 
 
 def _agrees(layer: Any, parts: _Parts, formula: tuple[float, float, float]) -> bool:
-    """Take a layer if a step of random numbers gives the same by native code: to attention, and after it."""
+    """Take a layer if random rows give the same by native code: to attention, and after it."""
     kind, attention = type(layer), parts.attention
     config, dim = attention.config, getattr(attention, "head_dim", 0)
     if attention._parameters or getattr(attention, "attn_logit_softcapping", None) or dim <= 0:
@@ -278,12 +293,15 @@ def _agrees(layer: Any, parts: _Parts, formula: tuple[float, float, float]) -> b
     if not all(math.isfinite(_eps(norm)) for norm in parts.norms.values()):
         return False
     AttentionInterface.register(_TRIAL, _trial)
-    generator, dtype = torch.Generator().manual_seed(0), parts.norms[0].weight.dtype
-    angles = torch.randn(1, 1, dim // 2, generator=generator).repeat(1, 1, 2)
-    row = (torch.randn(1, 1, parts.products[0].in_features, generator=generator) / 10).to(dtype)
+    dtype = parts.norms[0].weight.dtype
+    options: Values = {"dtype": torch.float32, "device": "cpu"}
+    generator: Any = torch.Generator().manual_seed(0)
+    width = parts.products[0].in_features
+    angles = torch.empty(1, 3, dim // 2, **options).normal_(generator=generator).repeat(1, 1, 2)
+    row = torch.empty(1, 3, width, **options).normal_(std=0.1, generator=generator).to(dtype)
+    rotation = (angles.cos().to(dtype), angles.sin().to(dtype))
     if _call(parts, row, formula) is None:
         return False
-    rotation = (angles.cos().to(dtype), angles.sin().to(dtype))
     results: list[tuple[Tensor, Values]] = []
     vars(attention)["config"] = copy.copy(config)
     attention.config._attn_implementation_internal = _TRIAL
