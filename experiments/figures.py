@@ -874,15 +874,25 @@ ENGINES = {
     "openvino xattention": "OpenVINO, int8 weights, XAttention",
     "llama.cpp": "llama.cpp, 4-bit weights",
 }
-RIVALS = "speed/rivals"
+RIVALS, RIVALS_INT8 = "speed/rivals", "speed/rivals-int8"
 
 
 @figure
 def rival_times() -> Table:
     """Time to the first token, decode steps and memory of every engine."""
-    names = {"smollm2": "SmolLM2", "gemma3-270m": "gemma3-270m"}
+    return _times_of(RIVALS)
+
+
+@figure
+def rival_int8_times() -> Table:
+    """The same with int8 weights everywhere."""
+    return _times_of(RIVALS_INT8)
+
+
+def _times_of(folder: str) -> Table:
+    names = {"smollm2": "SmolLM2", "gemma3-270m": "gemma3-270m", "model-0.5b": "0.5B model"}
     order = list(ENGINES)
-    found = [(r.config, r.results) for r in select(RIVALS, part="time") if r.config["engine"] in order]
+    found = [(r.config, r.results) for r in select(folder, part="time") if r.config["engine"] in order]
     found.sort(key=lambda own: (list(names).index(own[0]["model"]), own[0]["n"], order.index(own[0]["engine"])))
     rows = []
     for config, own in found:
