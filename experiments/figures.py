@@ -22,6 +22,7 @@ from typing import Any
 from prescore.bench.language.tables import Summary, half_width, summarise
 from prescore.bench.records import Record, Values, read_records
 from prescore.bench.tables import MISSING, Table
+from prescore.bench.vision.tables import accuracy_table
 from prescore.paper import printed
 from prescore.paper import tables as paper
 from prescore.paper.coverage import coverage_table
@@ -758,6 +759,12 @@ def top1(method: str, budget: str = "", clusters: str = "") -> str:
     if method == "exact":
         return f"{read(GRID)[0].results['top1_exact']:.1f}"
     return f"{accuracies()[method, int(clusters) if clusters else None, int(budget), True]:.1f}"
+
+
+@figure
+def vision_seeds() -> Table:
+    """Top-1 of methods that draw for every image, with the spread over seeds or images."""
+    return accuracy_table(read("vision/seeds-100"))
 
 
 @figure

@@ -35,5 +35,7 @@ study "grid-$limit" "${rows[@]}" --limit "$limit" --prefix both --clusters 6 --m
 study "grid-$limit" "${rows[@]}" --limit "$limit" --seeds 3 --method exact --method random --method kmeans-farthest-sample
 # the rule of the published script
 study "grid-$limit" "${rows[@]}" --limit "$limit" --method exact --method published
+# the spread over seeds
+study seeds-100 --limit 100 --clusters 4 --samples 32 --samples 64 --samples 128 --seeds 3 --method random --method published
 # how long attention takes: nothing else may run
 study times --limit 100 --samples 32 --samples 64 --samples 128 --method exact --method centroids --method kmeans --method leverage --method random
