@@ -51,9 +51,9 @@ test-gpu: setup
 sanitize: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/sanitize.py tests/int8/test_native.py tests/ops/test_attend_keys.py tests/routed --ignore=tests/routed/test_triton.py
 
-# The C code at every level of this processor and of 64-bit ARM, which is emulated.
+# The C code at every level of this processor and of 64-bit ARM, which is emulated, and by clang without OpenMP.
 arm: setup
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/routed/native/test_levels.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/routed/native/test_levels.py tests/routed/native/test_clang.py
 
 # any number of random calls: make fuzz CALLS=20000 SEED=1; one of them again: make fuzz SEED=1 FIRST=137 CALLS=1
 CALLS ?= 2000
