@@ -843,26 +843,23 @@ def tiles() -> Table:
     last = [record.results["bands"][-1] for record in read("gpu")]
     rows = []
     for label, name, unit in (("subclusters searched", "searched", 100), ("far keys read", "hits", 1)):
-        cells = [low_high((unit * band[f"{name}_{n}"] for band in last), ".0f") for n in (1, 16, 64, 128)]
+        cells = [low_high((unit * band[f"{name}_{n}"] for band in last), ".0f") for n in ("one", "step", 32, 64)]
         rows.append((label, *(f"{cell} %" if unit == 100 else cell for cell in cells)))
-    columns = ("one query", "tile of 16 rows", "64 rows", "128 rows")
+    columns = ("one query", "a step of 7 heads", "32 positions of a head", "64 positions")
     return table((f"at {last[0]['far_keys']:,} far keys", *columns), rows)
 
 
 @figure
 def predicted_gpus() -> Table:
-    """FlashAttention's time over the predicted one, mean of five layers."""
+    """FlashAttention's time over the predicted one, mean of five layers: prompts, and steps of a batch of 8."""
     model = runpy.run_path(str(HERE / "gpu" / "gpu_model.py"))
-    shown = (("A100", 32), ("H100", 32), ("H100", 64), ("B200", 32), ("MI300X", 64))
+    columns = [(gpu, dim) for gpu in model["GPUS"] for dim in (64, 128)]
     rows = []
-    for n in (16384, 32768, 131072, 1048576):
-        cells = [f"{n:,}"]
-        for gpu, n_rows in shown:
-            times = [model["predict"](r.config, r.results, model["GPUS"][gpu], n, n_rows) for r in read("gpu")]
-            exact = sum(own["FlashAttention"] for own in times)
-            cells.append(f"{exact / (sum(sum(own.values()) for own in times) - exact):.2f}x")
-        rows.append(cells)
-    return table(("tokens", *(f"{gpu}, {n_rows} rows" for gpu, n_rows in shown)), rows)
+    for label, ratio, more in (("prompts", model["ratio"], ()), ("steps, batch 8", model["step_ratio"], (8,))):
+        for n in model["LENGTHS"]:
+            cells = (f"{ratio(read('gpu'), gpu, n, dim, *more):.2f}x" for gpu, dim in columns)
+            rows.append((label, f"{n:,}", *cells))
+    return table(("", "tokens", *(f"{gpu}, {dim} dims" for gpu, dim in columns)), rows)
 
 
 @figure

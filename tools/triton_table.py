@@ -10,7 +10,6 @@ kernel takes. A finished row is not compiled again unless `--again` is given.
 from __future__ import annotations
 
 import argparse
-import inspect
 import itertools
 import json
 import math
@@ -25,68 +24,74 @@ from typing import Any
 
 import torch
 
+from prescore.config import Routed
+from prescore.routed import reference
 from prescore.routed import triton as backend
+from prescore.routed.layout import make_layout
 
 FOLDER = Path(__file__).parents[1] / "experiments" / "gpu"
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-DIMS = (64, 128, 256)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-"""Bytes of shared memory that a program may take."""
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+DIMS = (64, 128)
+DTYPES = {"bf16": torch.bfloat16}
+"""Float16 is compiled in the same way. No configuration of float32 is known."""
+SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
+"""KiB of shared memory that a program may take."""
 GROUP, CLUSTER_SIZE = 4, 128
-_FLOATS = ("scale", "log_inverse", "margin", "exact_margin")
-_INTEGERS = (
-    *("query_head", "query_member", "query_step", "key_head", "key_step", "value_head", "value_step"),
-    *("n_heads", "n_tiles", "splits", "n_query", "n_rows", "n_tables", "n_covs", "n_spans", "spans"),
-    *("spans_per_split", "clusters_per_span", "clusters_per_cov", "clusters_per_split", "n_sinks", "n_dim"),
-)
-_POINTERS = {
-    **dict.fromkeys(("query", "key", "value", "sink_key", "sink_value", "result"), "input"),
-    **dict.fromkeys(("visible", "local_start", "local_stop", "counts"), "i32"),
-    **{"positions": "i64", "hits": "i64", "int8": "i8", "sub_int8": "i8", "query_int8": "i8"},
+_TYPES = {
+    **{torch.bfloat16: "bf16", torch.float32: "fp32"},
+    **{torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"},
 }
-"""Types of what is not float32."""
 
 
-def compile_kernel(name: str, target: str, dim: int, dtype: str, rows: int) -> dict[str, Any]:
-    """What one kernel takes on one target for tiles of `rows`, with the configuration of `routed/triton.py`."""
+def _call(target: str, dim: int, dtype: str, mode: str) -> dict[str, Any]:
+    """The arguments of a causal call over 1,024 keys: a prompt or a step, without numbers."""
+    layout = make_layout(1024, 1024, causal=True, config=Routed())
+    query = torch.empty(1, GROUP, 1 if mode == "step" else 1024, dim, dtype=DTYPES[dtype], device="meta")
+    key = torch.empty(1, 1, 1024, dim, dtype=DTYPES[dtype], device="meta")
+    index = reference.build_index(key[0], key[0], layout, layout.sinks, layout.n_chunks)
+    cache = backend.Cache(key, key, torch.empty(1, dtype=torch.int32, device="meta"))
+    numbers = {"chunk_size": 256, "clusters_per_cov": 2, "exact_until": 0, "n_chunks": 2, "scale": 1.0}
+    return backend.arguments(query, cache, index, {**numbers, "log_inverse": 1.0}, True, target)
+
+
+_PRODUCTS = r"\b(IMMA|IGMMA|UTCIMMA)", r"\b(HMMA|HGMMA|UTCHMMA|QGMMA|UTCQMMA)"
+"""Products of int8 matrices in the machine code, and of others."""
+
+
+def compile_kernel(name: str, target: str, dim: int, dtype: str, mode: str) -> dict[str, Any]:
+    """What one kernel takes on one target in a `prompt` or a `step`, as `routed/triton.py` launches it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from prescore.routed import triton_kernels
 
-    kernel, own = getattr(triton_kernels, name), backend.launch(target, dim, dim, DTYPES[dtype])
+    kernel = getattr(triton_kernels, name)
+    own = backend.launch(target, dim, dim, DTYPES[dtype], is_step=mode == "step")
     if own is None:
         raise SystemExit(f"{target} has no configuration for {dtype} and {dim} dimensions")
-    constants = {
-        "GROUP": GROUP, "ROWS": rows, "D": dim, "DV": dim, "SIZE": CLUSTER_SIZE, "LOCAL": own.local,
-        "KEYS": min(own.keys, CLUSTER_SIZE), "WIDTH": min(own.width, dim),
-        "PRECISION": backend.precision(target), "INTERPRETED": False, **backend.constants(),
-    }  # fmt: skip
-    warps = backend.LIGHT_WARPS.get(name, own.warps)
-    signature, attributes, parameters = {}, {}, inspect.signature(kernel.fn).parameters
-    constants = {argument: value for argument, value in constants.items() if argument in parameters}
-    for place, argument in enumerate(parameters):
-        if argument in constants:
-            signature[argument] = "constexpr"
-            continue
-        if argument in _FLOATS:
-            signature[argument] = "fp32"
-        elif argument in _INTEGERS:
-            signature[argument] = "i32"
+    values, warps = _call(target, dim, dtype, mode), backend.warps_of(name, own)
+    signature, attributes, constants = {}, {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        value = values[argument]
+        if argument.isupper():
+            signature[argument], constants[argument] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[argument] = f"*{_TYPES[value.dtype]}"
         else:
-            kind = _POINTERS.get(argument, "fp32")
-            signature[argument] = f"*{dtype if kind == 'input' else kind}"
-        if signature[argument].startswith("*") or argument.endswith(("_head", "_member", "_step")):
+            signature[argument] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or argument.startswith(("query_", "key_", "value_")):
             attributes[(place,)] = [["tt.divisibility", 16]]  # as torch allocates, and as head dimensions are
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     is_cuda = target.startswith("sm_")
     gpu = GPUTarget("cuda", int(target[3:]), 32) if is_cuda else GPUTarget("hip", target, 64)
     compiled = triton.compile(source, target=gpu, options={"num_warps": warps, "num_stages": 1})
     taken = _of_ptx(compiled.asm["ptx"], target) if is_cuda else _of_amd(compiled.asm["amdgcn"])
+    columns = {"scan": own.keys, "gate": triton_kernels.GATE.value, "read": own.read, "centroid": backend.CLUSTERS}
+    for loop, length in taken.pop("loops", {}).items():
+        taken[f"per_{loop}"] = round(length * 32 * warps / (columns[loop] * own.rows), 2)
     return {
-        "kernel": name, "target": target, "dim": dim, "dtype": dtype, "tile": rows, **own._asdict(),
+        "kernel": name, "target": target, "dim": dim, "dtype": dtype, "mode": mode, **own._asdict(),
         "shared_bytes": compiled.metadata.shared, **taken, "triton": metadata.version("triton"),
     }  # fmt: skip
 
@@ -96,17 +101,48 @@ def _of_ptx(ptx: str, target: str) -> dict[str, int]:
     import triton.backends.nvidia
 
     folder = Path(triton.backends.nvidia.__file__).parent / "bin"
-    assembler = folder / ("ptxas-blackwell" if target == "sm_100" else "ptxas")
+    assembler = folder / ("ptxas-blackwell" if target in ("sm_100", "sm_120") else "ptxas")
     name = target if target == "sm_80" else f"{target}a"
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "kernel.ptx"
         path.write_text(ptx, encoding="utf-8")
-        command = [assembler, "-v", "--gpu-name", name, path, "-o", Path(scratch) / "kernel.cubin"]
+        cubin = Path(scratch) / "kernel.cubin"
+        command = [assembler, "-v", "--gpu-name", name, path, "-o", cubin]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [folder / "nvdisasm", "-c", cubin]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
     registers = max(int(number) for number in re.findall(r"Used (\d+) registers", text))
     # sm_100 adds functions of its own
-    return {"registers": registers, "spill_bytes": sum(int(number) for pair in spills for number in pair)}
+    spilled = sum(int(number) for pair in spills for number in pair)
+    return {"registers": registers, "spill_bytes": spilled, "loops": _loops(code)}
+
+
+def _loops(code: str) -> dict[str, int]:
+    """Instructions of a thread in the loops of `far`: the scan, the gate, keys read, and the rest of a block.
+
+    All have int8 products, and the read also products in half precision or of TF32; the block holds all others.
+    """
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    plain, mixed = [], []
+    for line in code.splitlines():
+        label, instruction = re.match(r"\s*(\.L_\w+):", line), re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);", line)
+        if label:
+            labels[label[1]] = len(instructions)
+        if instruction:
+            instructions.append(instruction[1])
+            jump = re.search(r"BRA.*`\((\.L_\w+)\)", instruction[1])
+            if jump and jump[1] in labels:
+                body = instructions[labels[jump[1]] :]
+                int8, other = (sum(bool(re.search(kind, text)) for text in body) for kind in _PRODUCTS)
+                if int8:
+                    (mixed if other else plain).append(len(body))
+    if not plain or len(mixed) < 2:
+        return {}
+    scan, read, block = plain[-1], min(mixed), max(mixed)
+    gate = plain[-2] if len(plain) > 1 else 0  # of a step it is unrolled, and belongs to the rest
+    return {"scan": scan, "gate": gate, "read": read, "centroid": block - scan - gate - read}
 
 
 def _of_amd(text: str) -> dict[str, int]:
@@ -118,33 +154,41 @@ def _of_amd(text: str) -> dict[str, int]:
     return {"registers": numbers["vgpr_count"], "spill_bytes": numbers["private_segment_fixed_size"]}
 
 
-KERNELS = ("local_part", "far_part", "merge")
+KERNELS = ("bound", "far", "merge")
+COUNTS = ("per_scan", "per_gate", "per_read", "per_centroid")
 
 
-def configurations() -> list[tuple[str, str, int, str, int]]:
-    """All that the backend can choose: kernel, target, head dimension, dtype, rows of a tile (prompts, steps)."""
-    found = []
-    for kernel, target, dim, dtype in itertools.product(KERNELS, TARGETS, DIMS, DTYPES):
-        own = backend.launch(target, dim, dim, DTYPES[dtype])
-        if own is not None:
-            found += [(kernel, target, dim, dtype, rows) for rows in sorted({own.rows, backend.STEP_ROWS})]
-    return found
+MODES = ("prompt", "step")
 
 
-def place_of(row: dict[str, Any]) -> tuple[str, str, int, str, int]:
+def configurations() -> list[tuple[str, str, int, str, str]]:
+    """All that the backend can choose: kernel, target, head dimension, dtype, prompt or step."""
+    every = itertools.product(KERNELS, TARGETS, DIMS, DTYPES, MODES)
+    return [place for place in every if launch_of(place) is not None]
+
+
+def launch_of(place: tuple[str, str, int, str, str]) -> backend.Launch | None:
+    """How a configuration is compiled."""
+    _, target, dim, dtype, mode = place
+    return backend.launch(target, dim, dim, DTYPES[dtype], is_step=mode == "step")
+
+
+def place_of(row: dict[str, Any]) -> tuple[str, str, int, str, str]:
     """Which configuration a row is of."""
-    return row["kernel"], row["target"], row["dim"], row["dtype"], row["tile"]
+    return row["kernel"], row["target"], row["dim"], row["dtype"], row["mode"]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| kernel | target | head dimension | dtype | tile of queries | keys at once | warps | registers "
-        "| shared memory, bytes | spilled bytes |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| kernel | target | head dimension | dtype | call | queries | keys at once | warps | registers "
+        "| shared memory, bytes | spilled bytes | scan | gate | read | centroid |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        taken = (row[name] for name in ("keys", "warps", "registers", "shared_bytes", "spill_bytes"))
+        taken = (
+            row.get(name, "") for name in ("keys", "warps", "registers", "shared_bytes", "spill_bytes", *COUNTS)
+        )
         lines.append("| " + " | ".join(str(cell) for cell in (*place_of(row), *taken)) + " |")
     return "\n".join(lines)
 
@@ -153,8 +197,10 @@ README = """# GPUs: compiled kernels
 
 No GPU was used. The kernels of the Triton backend are compiled ahead of time with every configuration of
 `src/prescore/routed/triton.py` (`LAUNCHES`), for groups of {group} query heads and clusters of {size} keys. The
-assembler counts the registers of a thread and the bytes that it spills; of AMD code the last column is the scratch
-memory of a lane. Single steps have tiles of {step} queries. Command: `python tools/triton_table.py`; record:
+assembler counts the registers of a thread and the bytes that it spills; of AMD code these are the scratch memory
+of a lane. The last four columns count instructions of a thread for each logit that it computes in a loop of
+`far`, in the machine code that `nvdisasm` shows: int8 keys, centroids of subclusters, keys read, centroids of
+clusters with all that a block of sixteen clusters needs once. Command: `python tools/triton_table.py`; record:
 `compiled.jsonl`.
 
 {table}
@@ -181,7 +227,7 @@ def main() -> int:
     for place in everything:
         if any(name not in (None, own) for name, own in zip(wanted, place, strict=False)):
             continue
-        own, row = backend.launch(place[1], place[2], place[2], DTYPES[place[3]]), known.get(place, {})
+        own, row = launch_of(place), known.get(place, {})
         if own and not options.again and all(row.get(field) == value for field, value in own._asdict().items()):
             continue
         if time.monotonic() - begin > options.seconds:
@@ -192,7 +238,7 @@ def main() -> int:
         if not options.print:
             rows = [known[place] for place in everything if place in known]
             path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
-            text = README.format(group=GROUP, size=CLUSTER_SIZE, step=backend.STEP_ROWS, table=table(rows))
+            text = README.format(group=GROUP, size=CLUSTER_SIZE, table=table(rows))
             (FOLDER / "compiled.md").write_text(text, encoding="utf-8")
     return 0
 

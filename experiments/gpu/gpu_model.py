@@ -1,17 +1,17 @@
-"""A model of the time that the Triton design needs on GPUs, from counts on real heads. Nothing here ran on a GPU.
+"""A model of the time that the Triton kernels need on GPUs, from counts on real heads. Nothing here ran on a GPU.
 
-A program has a tile of queries: the query heads of one KV head at a few consecutive positions, padded to 16, 32,
-64 or 128 rows. It multiplies all centroids (float16), the centroids of subclusters of every cluster that ANY row
-comes near (int8), the keys of every subcluster that ANY row searches (int8), and reads the union of the rows' hits
-as dense float16 tiles. So a row pays for what its neighbours need. How much that is comes from the heads
-(`measure_tiles`); the time follows from counted products, vector operations, bytes and launches, and the published
-rates of a GPU (`predict`).
+A program has a tile of queries: 64 positions of one head in a prompt, the query heads of a KV head in a step. It
+must search what ANY of its rows searches, and read the union of their keys. How much that is comes from the heads
+(`measure_tiles`). How many instructions a logit takes comes from the machine code (`compiled.jsonl`, made by
+tools/triton_table.py). The time follows from both, from products, bytes and launches, and from the published
+rates of a GPU (`predict`, `predict_step`).
 
     python experiments/gpu/gpu_model.py --heads HEADS --out experiments/gpu --resume
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
@@ -36,55 +36,51 @@ from prescore.routed.index import KeyIndex
 from prescore.routed.layout import make_layout
 
 STUDY = "gpu-model"
-ROWS = (16, 32, 64, 128)
-"""Rows of a tile."""
+ROWS = (16, 32, 64)
+"""Rows of a tile of a prompt, positions of one head."""
 LENGTHS = (16384, 32768, 131072, 1048576)
+BATCHES = (1, 8, 32)
 BANDS = (0.25, 0.5, 0.75, 1.0)
 """Tiles are counted before these shares of the positions."""
 TILES = 4
-"""Runs of positions counted in each band and KV head; each holds several small tiles."""
+"""Runs of positions counted in each band and KV head."""
 
 
 class Gpu(NamedTuple):
     """Published dense rates, as data sheets state them, and exact attention's.
 
     Attributes:
+        target: What the kernels are compiled for.
         half: Float16 products on tensor cores, 10^12 operations a second.
-        int8: Int8 products; fp8 where the compiler has no fast int8 (B200).
-        vector: Float32 operations outside of tensor cores, a fused multiply-add counted as two.
+        int8: Int8 products; those of float16 where the compiler has no faster ones (B200).
+        issue: Instructions of threads, 10^12 a second: processors times 128 times the clock.
         bandwidth: Memory, 10^12 bytes a second.
-        cache: Last-level cache, 10^6 bytes.
-        exact: Forward of FlashAttention, causal, head dimension 64, 10^12 operations a second.
-        least_rows: Tiles with fewer rows run at half of the tensor rates.
+        cache: The second-level cache, 10^12 bytes a second.
+        exact: Forward of FlashAttention, causal, 10^12 operations a second, by head dimension.
     """
 
+    target: str
     half: float
     int8: float
-    vector: float
+    issue: float
     bandwidth: float
     cache: float
-    exact: float
-    least_rows: int
+    exact: dict[int, float]
 
 
 GPUS = {
-    "A100": Gpu(312, 624, 19.5, 2.0, 40, 187, 16),
-    "H100": Gpu(989, 1979, 67, 3.35, 50, 430, 64),
-    "B200": Gpu(2250, 4500, 75, 8.0, 126, 1000, 64),
-    "MI300X": Gpu(1307, 2615, 163, 5.3, 256, 400, 32),
+    "A100": Gpu("sm_80", 312, 624, 19.5, 2.0, 4.5, {64: 187, 128: 210}),
+    "H100": Gpu("sm_90", 989, 1979, 29.6, 3.35, 5.6, {64: 473, 128: 650}),
+    "B200": Gpu("sm_100", 2250, 2250, 37.2, 8.0, 12.0, {64: 1000, 128: 1500}),
 }
-EFFICIENCY = {"tensor": 0.5, "vector": 0.5, "memory": 0.7}
-"""Shares of the published rates that the kernels are taken to reach."""
-CACHE_SPEEDUP = 2.5
-"""How much faster than memory the cache is. It serves int8 keys where those of a KV head fit into half of it."""
-LISTS = 1
-"""Stands for another design in place of the rows of a tile, see `predict`."""
-LIST_ROWS = 64
-OPERATIONS = {"centroid": 100, "gate": 6, "int8": 4, "read": 16}
-"""Vector operations for each logit: a centroid has a corrected mass and value (an exponential counts as 8), a gate
-and an int8 logit are scaled, compared and packed, a key read is masked and exponentiated."""
+EFFICIENCY = {"tensor": 0.6, "issue": 0.7, "memory": 0.65, "local": 0.5, "exact memory": 0.85}
+"""Shares of the published rates that kernels are taken to reach; `local` is of FlashAttention's rate."""
 LAUNCH, INDEX_LAUNCHES, INDEX_PASSES = 5e-6, 120, 40
 """Seconds of a launch; torch operations of the key index, and how often they read or write all keys in float32."""
+GRAPH, STEP_LAUNCHES, EXACT_STEP = 12e-6, 32, 8e-6
+"""Seconds of three dependent kernels in a CUDA graph; launches of a step without one; exact attention's step."""
+BOUND_SHARE = 0.5
+"""`bound` computes the logits of all centroids too: about half of the instructions that `far` takes for them."""
 
 
 # --- counting
@@ -95,7 +91,6 @@ def measure_tiles(config: Values, query: Tensor, key: Tensor, value: Tensor, sca
     """Shares and unions of tiles of one causal layer, `[1, Hq, N, D]` and `[1, Hkv, N, D]`, for each band."""
     routed, n, heads_per_kv = Routed(), key.shape[2], query.shape[1] // key.shape[1]
     layout = make_layout(n, n, causal=True, config=routed)
-    most = max(1, max(ROWS) // heads_per_kv)
     draws, bands = random.Random(seed), []
     keys, values = key[0].float(), value[0].float()
     index = reference.build_index(keys, values, layout, layout.sinks, layout.n_chunks)
@@ -109,23 +104,21 @@ def measure_tiles(config: Values, query: Tensor, key: Tensor, value: Tensor, sca
         for head in range(key.shape[1]):
             seen = index.of_head(head, (chunk - 1) * layout.clusters_per_chunk, chunk - 2)
             for _ in range(config["tiles"]):
-                first = begin + draws.randrange(layout.chunk_size - most)
+                first = begin + draws.randrange(layout.chunk_size - max(ROWS))
                 heads = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
-                rows = query[0, heads, first : first + most].float() * scale
-                local = slice(begin - layout.chunk_size, first + most)
-                counts.append(_count(rows, seen, keys[head, local], first - local.start, routed, heads_per_kv))
+                rows = query[0, heads, first : first + max(ROWS)].float() * scale
+                local = slice(begin - layout.chunk_size, first + max(ROWS))
+                counts.append(_count(rows, seen, keys[head, local], first - local.start, routed))
         mean = {name: sum(count[name] for count in counts) / len(counts) for name in counts[0]}
         bands.append({"far_keys": (chunk - 1) * layout.chunk_size, **mean})
     return {"bands": bands, "clusters": layout.cluster_size, "group": heads_per_kv}
 
 
-def _count(
-    query: Tensor, seen: KeyIndex, local: Tensor, offset: int, config: Routed, heads_per_kv: int
-) -> dict[str, float]:
-    """Of queries `[G, P, D]` at consecutive positions: what one reads, and the unions of tiles of each size."""
-    n_positions, dim = query.shape[1:]
-    rows = query.transpose(0, 1).reshape(-1, dim)  # the heads of a position are neighbours
-    position = torch.arange(n_positions, dtype=torch.int64, device="cpu").repeat_interleave(heads_per_kv) + offset
+def _count(query: Tensor, seen: KeyIndex, local: Tensor, offset: int, config: Routed) -> dict[str, float]:
+    """Of queries `[G, P, D]` at consecutive positions: what one reads, and the unions of tiles of each shape."""
+    n_heads, n_positions, dim = query.shape
+    rows = query.reshape(-1, dim)
+    position = torch.arange(n_positions, dtype=torch.int64, device="cpu").repeat(n_heads) + offset
     visible = torch.arange(len(local), dtype=torch.int64, device="cpu") <= position[:, None]
     local_lse = (rows @ local.t()).masked_fill(~visible, -math.inf).logsumexp(1)
     log_inverse = reference.log_inverse_weight(config.min_weight)
@@ -139,13 +132,17 @@ def _count(
     hit = torch.zeros(len(rows), int(seen.positions.max()) + 1, dtype=torch.bool, device="cpu")
     hit[hits.query, hits.position] = True
     flags = {"near": near, "searched": searched, "hits": hit}
-    shares = {"near": 1 / near.shape[1], "searched": 1 / searched.shape[1], "hits": 1.0}
-    counts = {f"{name}_1": float(flag.sum(1).double().mean()) * shares[name] for name, flag in flags.items()}
-    for size in ROWS:
-        step = max(1, size // heads_per_kv) * heads_per_kv
+    tiles = {"one": (1, 1), "step": (n_heads, 1), **{str(size): (1, size) for size in ROWS}}
+    counts = {}
+    for shape, (heads, positions) in tiles.items():
         for name, flag in flags.items():
-            tiles = flag[: len(flag) // step * step].view(-1, step, flag.shape[1])
-            counts[f"{name}_{size}"] = float(tiles.any(1).sum(1).double().mean()) * shares[name]
+            cut = flag.view(n_heads // heads, heads, n_positions // positions, positions, -1)
+            union = cut.any(3).any(1)
+            size = 1 if name == "hits" else union.shape[-1]
+            counts[f"{name}_{shape}"] = float(union.sum(-1).double().mean()) / size
+            if name == "searched":  # the scan takes whole clusters, or halves
+                runs = union.unflatten(-1, (-1, seen.spread.shape[1])).any(-1)
+                counts[f"scanned_{shape}"] = float(runs.double().mean())
     return counts
 
 
@@ -173,99 +170,170 @@ def share(bands: Sequence[Values], name: str, longer: float) -> float:
     return float(bands[-1][name] + (counted - bands[-1][name]) / max(1.0, longer) ** 2)
 
 
-def predict(config: Values, results: Values, gpu: Gpu, n: int, rows: int) -> dict[str, float]:
-    """Seconds of each kernel of a causal forward call over `n` tokens of a layer, and FlashAttention's.
+def instructions(target: str, dim: int, *, is_step: bool) -> Values:
+    """The compiled `far` of bfloat16: rows of a tile, and instructions of a thread for each logit of its loops."""
+    lines = (Path(__file__).parent / "compiled.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if (row["kernel"], row["dtype"]) == ("far", "bf16")]
+    of_mode = "step" if is_step else "prompt"
+    return next(row for row in rows if (row["target"], row["dim"], row["mode"]) == (target, dim, of_mode))
 
-    Beyond the counted length the share of clusters in reach and of subclusters searched is that of the last band.
-    The union of hits grows with the far keys as it does over the bands.
 
-    `rows=LISTS` is the design with the loops swapped: programs belong to subclusters and gather, 64 at a time, the
-    queries that search them. A query pays for what it searches itself, and is read again for every subcluster; its
-    hits are read one by one, without tensor cores.
+def predict(config: Values, results: Values, name: str, n: int, dim: int) -> dict[str, float]:
+    """Seconds of the parts of a causal forward call over `n` tokens of a layer, and FlashAttention's.
+
+    Products and other instructions are added: they overlap only as far as programs on the same processor differ.
+    Beyond the counted length the shares searched are those of the last band. The union of hits grows with the far
+    keys as it does over the bands.
     """
-    bands, heads_per_kv, dim, n_heads, n_kv_heads = (
-        results["bands"], results["group"], config["dim"], config["query_heads"], config["kv_heads"],
-    )  # fmt: skip
-    near, searched = (share(bands, f"{name}_{rows}", n / config["n"]) for name in ("near", "searched"))
-    power, last = growth(bands, f"hits_{rows}"), bands[-1]
+    gpu, bands = GPUS[name], results["bands"]
+    n_heads, n_kv_heads = config["query_heads"], config["kv_heads"]
+    code = instructions(gpu.target, dim, is_step=False)
+    rows, far, last = code["rows"], n / 2, bands[-1]
+    scanned = share(bands, f"scanned_{rows}", n / config["n"])
+    power = growth(bands, f"hits_{rows}")
     union = last[f"hits_{rows}"] * (n / last["far_keys"]) ** power / (1 + power)  # mean over positions
-    far, swapped = n / 2, rows == LISTS
-    rows = LIST_ROWS if swapped else rows
-    n_tiles = n_kv_heads * n * heads_per_kv / rows if swapped else n_kv_heads * n / max(1, rows // heads_per_kv)
-    columns = {
-        "centroid": far / results["clusters"],
-        "gate": near * far / reference.SUBCLUSTER,
-        "int8": searched * far,
-        "read": union,
+    # for a query: logits, operations of products at the rate of int8 and of float16, bytes of a tile
+    clusters = far / results["clusters"]
+    spans = clusters / 64
+    work = {
+        "centroids": (clusters, 0, clusters * 10 * dim + spans * 12 * dim * dim, clusters * 12 * dim),
+        "gate": (far / reference.SUBCLUSTER, far / reference.SUBCLUSTER * 2 * dim, 0, far / 16 * (dim + 4 * rows)),
+        "scan": (scanned * far, scanned * far * 2 * dim, 0, scanned * far * dim),
+        "read": (union, union * 2 * dim, union * 4 * dim, union * (5 * dim + 4 * rows)),
     }
-    tensor = EFFICIENCY["tensor"] * (1.0 if rows >= gpu.least_rows else 0.5) * 1e12
-    fits = n * dim * 1.1 <= gpu.cache * 1e6 / 2
-    slow = EFFICIENCY["memory"] * gpu.bandwidth * 1e12
-    memory = slow * (CACHE_SPEEDUP if fits else 1.0)
-    rates = {"centroid": gpu.half, "gate": gpu.int8, "int8": gpu.int8, "read": gpu.half}
-    products = {"centroid": 4 * dim, "gate": 2 * dim, "int8": 2 * dim, "read": 4 * dim}
-    bytes_ = {"centroid": 4 * dim, "gate": dim + 8, "int8": dim + 4, "read": 4 * dim}
-    operations = dict(OPERATIONS)
-    if swapped:  # queries are read once for 16 keys; two products of a key read are vector operations, two at once
-        bytes_["int8"] += rows * (dim + 8) / reference.SUBCLUSTER
-        bytes_["read"] *= rows
-        products["read"], operations["read"] = 0, operations["read"] + dim
+    per = {"centroids": code["per_centroid"] * (1 + BOUND_SHARE), "gate": code["per_gate"]}
+    per |= {"scan": code["per_scan"], "read": code["per_read"]}
+    tensor, queries = EFFICIENCY["tensor"] * 1e12, n_heads * n
     seconds = {}
-    for name, n_columns in columns.items():
-        logits = n_tiles * rows * n_columns
-        busy = logits * products[name] / (rates[name] * tensor)
-        busy += logits * operations[name] / (gpu.vector / 2 * 1e12 * EFFICIENCY["vector"])
-        moving = n_tiles * n_columns * bytes_[name] / memory
-        if name == "read" and not swapped:  # lists: int8 logits and positions, written to the cache and read again
-            moving += n_tiles * n_columns * (8 * rows + 16) / (slow * CACHE_SPEEDUP)
-        seconds[name] = max(busy, moving) + LAUNCH
-    local = 4 * dim * n_heads * n * 1.5 * Routed().chunk_size
+    for part, (logits, int8, half, moved) in work.items():
+        busy = int8 / (gpu.int8 * tensor) + half / (gpu.half * tensor)
+        busy += logits * per[part] / (gpu.issue * 1e12 * EFFICIENCY["issue"])
+        seconds[part] = max(queries * busy, queries / rows * moved / (gpu.cache * 1e12)) + LAUNCH
+    exact = gpu.exact[dim] * 1e12
+    slow = EFFICIENCY["memory"] * gpu.bandwidth * 1e12
     return {
         "index": INDEX_LAUNCHES * LAUNCH + INDEX_PASSES * n_kv_heads * n * dim * 4 / slow,
-        "local": local / (gpu.exact * 1e12) + LAUNCH,
-        "centroids and gates": seconds["centroid"] + seconds["gate"],
-        "int8 keys": seconds["int8"],
-        "keys read": seconds["read"],
-        "FlashAttention": 2 * dim * n_heads * n * n / (gpu.exact * 1e12),
+        "local": 4 * dim * queries * 1.5 * Routed().chunk_size / (exact * EFFICIENCY["local"]) + LAUNCH,
+        **seconds,
+        "FlashAttention": 2 * dim * queries * n / exact,
     }
+
+
+def predict_step(
+    config: Values, results: Values, name: str, n: int, dim: int, batch: int, *, in_graph: bool, key_bytes: int = 2
+) -> dict[str, float]:
+    """Seconds of a step of sequences with `n` keys, of `key_bytes` for each number, and of exact attention's."""
+    gpu, last, n_kv_heads = GPUS[name], results["bands"][-1], config["kv_heads"]
+    code = instructions(gpu.target, dim, is_step=True)
+    power = growth(results["bands"], "hits_step")
+    union = last["hits_step"] * (n / last["far_keys"]) ** power
+    clusters = n / results["clusters"]
+    scanned = last["scanned_step"] * n
+    moved = clusters * 12 * dim + clusters / 64 * 8 * dim * dim + n / 16 * (dim + 4) + scanned * dim
+    moved += union * (dim + 2 * key_bytes * dim) + 1.5 * Routed().chunk_size * 2 * key_bytes * dim
+    work = clusters * code["per_centroid"] * (1 + BOUND_SHARE) + n / reference.SUBCLUSTER * code["per_gate"]
+    work += scanned * code["per_scan"] + union * code["per_read"]
+    heads = batch * n_kv_heads
+    busy = heads * work * code["rows"] / (gpu.issue * 1e12 * EFFICIENCY["issue"])
+    memory = gpu.bandwidth * 1e12
+    fixed = GRAPH if in_graph else STEP_LAUNCHES * LAUNCH
+    return {
+        "kernels": max(heads * moved / (memory * EFFICIENCY["memory"]), busy) + fixed,
+        "exact": heads * n * 2 * key_bytes * dim / (memory * EFFICIENCY["exact memory"]) + EXACT_STEP,
+    }
+
+
+def ratio(records: Sequence[Record], name: str, n: int, dim: int) -> float:
+    """FlashAttention's time over that of the kernels, mean of the layers."""
+    each = [predict(record.config, record.results, name, n, dim) for record in records]
+    exact = sum(times.pop("FlashAttention") for times in each)
+    return exact / sum(sum(times.values()) for times in each)
+
+
+def step_ratio(
+    records: Sequence[Record],
+    name: str,
+    n: int,
+    dim: int,
+    batch: int,
+    *,
+    in_graph: bool = True,
+    key_bytes: int = 2,
+) -> float:
+    """Exact attention's time of a step over that of the kernels; with 128 dimensions there are 8 KV heads."""
+    each = []
+    for record in records:
+        config = {**record.config, "kv_heads": 8} if dim == 128 else record.config
+        options = {"in_graph": in_graph, "key_bytes": key_bytes}
+        each.append(predict_step(config, record.results, name, n, dim, batch, **options))
+    return sum(times["exact"] for times in each) / sum(times["kernels"] for times in each)
+
+
+# --- tables
 
 
 def tile_table(records: Sequence[Record]) -> Table:
     """What a query needs, and the unions of tiles, at the last band of each layer."""
     lines = []
+    shapes = {"one": "one query", "step": "a step", **{str(rows): f"{rows} positions" for rows in ROWS}}
     for record in records:
         last = record.results["bands"][-1]
-        for rows in (1, *ROWS):
-            shares = (f"{100 * last[f'{name}_{rows}']:.0f} %" for name in ("near", "searched"))
-            hits = last[f"hits_{rows}"]
-            grown = "" if rows == 1 else f"{growth(record.results['bands'], f'hits_{rows}'):.2f}"
-            lines.append((str(record.config["heads"]), str(rows), *shares, f"{hits:.0f}", grown))
-    head = ("layer", "rows", "clusters in reach", "subclusters searched", "keys read", "growth of keys read")
-    note = "rows = 1: one query; else the union of a tile; growth = exponent of the far keys"
-    return Table(
-        f"Tiles of queries, {records[0].results['bands'][-1]['far_keys']} far keys", head, tuple(lines), note, 2
+        for shape, label in shapes.items():
+            shares = (f"{100 * last[f'{name}_{shape}']:.0f} %" for name in ("near", "searched", "scanned"))
+            grown = f"{growth(record.results['bands'], f'hits_{shape}'):.2f}"
+            lines.append((str(record.config["heads"]), label, *shares, f"{last[f'hits_{shape}']:.0f}", grown))
+    head = (
+        "layer",
+        "tile",
+        "clusters in reach",
+        "subclusters searched",
+        "clusters scanned",
+        "keys read",
+        "growth",
     )
+    note = "a step: all heads of a KV head; growth = exponent of the far keys"
+    far_keys = records[0].results["bands"][-1]["far_keys"]
+    return Table(f"Tiles of queries, {far_keys} far keys", head, tuple(lines), note, 2)
 
 
 def gpu_tables(records: Sequence[Record]) -> list[Table]:
-    """One table for each GPU: milliseconds of each kernel, mean over the layers; predictions, nothing measured."""
+    """Tables for each GPU: milliseconds of a prompt, mean over the layers, and steps; none is measured."""
     made = [tile_table(records)]
     for name, gpu in GPUS.items():
         lines = []
-        for n in LENGTHS:
-            for rows in (*ROWS, LISTS):
-                each = [predict(record.config, record.results, gpu, n, rows) for record in records]
+        for dim in gpu.exact:
+            for n in LENGTHS:
+                each = [predict(record.config, record.results, name, n, dim) for record in records]
                 mean = {part: 1e3 * sum(times[part] for times in each) / len(each) for part in each[0]}
                 exact = mean.pop("FlashAttention")
-                total = sum(mean.values())
-                cells = (f"{ms:.3g}" for ms in (*mean.values(), total, exact))
-                lines.append((str(n), "lists" if rows == LISTS else str(rows), *cells, f"{exact / total:.2f}x"))
-        head = ("n", "rows", "index", "local", "centroids and gates", "int8 keys", "keys read", "total")
-        rates = f"float16 {gpu.half}, int8 {gpu.int8}, vector {gpu.vector}, bytes {gpu.bandwidth}"
-        note = f"assumed, 10^12 a second: {rates}; FlashAttention {gpu.exact}"
-        made.append(
-            Table(f"{name}, predicted ms of a layer", (*head, "FlashAttention", "ratio"), tuple(lines), note, 2)
+                cells = (f"{ms:.3g}" for ms in (*mean.values(), sum(mean.values()), exact))
+                lines.append((str(dim), str(n), *cells, f"{exact / sum(mean.values()):.2f}x"))
+        head = (
+            "dim",
+            "n",
+            "index",
+            "local",
+            "centroids",
+            "gate",
+            "scan",
+            "read",
+            "total",
+            "FlashAttention",
+            "ratio",
         )
+        rates = f"float16 {gpu.half}, int8 {gpu.int8}, instructions {gpu.issue}, bytes {gpu.bandwidth}"
+        note = f"assumed, 10^12 a second: {rates}; FlashAttention {gpu.exact[64]} and {gpu.exact[128]}"
+        made.append(Table(f"{name}, predicted ms of a layer", head, tuple(lines), note, 3))
+        lines = []
+        for dim in gpu.exact:
+            for n in LENGTHS:
+                cells = [f"{step_ratio(records, name, n, dim, batch):.2f}x" for batch in BATCHES]
+                cells.append(f"{step_ratio(records, name, n, dim, 1, in_graph=False):.2f}x")
+                cells.append(f"{step_ratio(records, name, n, dim, 8, key_bytes=1):.2f}x")
+                lines.append((str(dim), str(n), *cells))
+        head = ("dim", "n", *(f"batch {batch}" for batch in BATCHES), "batch 1, no graph", "batch 8, fp8 cache")
+        note = "64 dimensions: 2 KV heads; 128: 8 KV heads, with the counts of the same layers"
+        made.append(Table(f"{name}, predicted gain of steps", head, tuple(lines), note, 2))
     return made
 
 

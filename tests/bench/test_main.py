@@ -1,6 +1,7 @@
 """The command line's base: exit codes, one-sentence errors, interruption and resuming."""
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from prescore.bench.cli import options
 from prescore.bench.cli.main import main
 from prescore.bench.cli.options import Run, Session, progress
 from prescore.bench.records import RecordFile, Row, read_records
-from prescore.routed import triton
+from prescore.routed import device_check, plain, triton
 from prescore.routed.native.library import VARIABLE, describe_native
 
 
@@ -105,6 +106,21 @@ def test_info_measures_no_gain_where_the_default_runs_exactly(capsys, monkeypatc
     monkeypatch.setenv(VARIABLE, "0")
     assert main(["info", "--measure", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["routing"] == "runs exactly: no native code"
+
+
+def test_info_checks_the_kernels_on_a_gpu_and_times_them(capsys, monkeypatch):
+    """On the CPU, with plain torch in place of the kernels."""
+    assert main(["info", "--check-gpu"]) == 2
+    assert "--check-gpu needs a GPU, got cpu" in capsys.readouterr().err
+    monkeypatch.setattr(triton, "unsupported", lambda *_: [])
+    monkeypatch.setattr(triton, "forward", plain.forward)
+    monkeypatch.setattr(info, "_GPU_LENGTHS", (2600,))
+    device_check.disagreement.cache_clear()
+    results = info._check_gpu("cpu")
+    device_check.disagreement.cache_clear()
+    assert results["64 dimensions"] == "the kernels agree with plain torch"
+    assert re.fullmatch(r"2600: \d+\.\d\dx", results["128 dimensions, prompts"])
+    assert re.fullmatch(r"2600: \d+\.\d\dx", results["128 dimensions, steps"])
 
 
 def test_info_warns_of_more_threads_than_physical_cores(tmp_path, monkeypatch):

@@ -73,7 +73,7 @@ def test_kernels_that_cannot_start_are_found(kernels):
 
 def test_auto_is_exact_where_the_check_fails(kernels):
     kernels.setattr(triton, "target_of", lambda device: "sm_80")
-    kernels.setitem(triton.GAINS_FROM, "sm_80", 4096)
+    kernels.setitem(triton.GAINS_FROM, "sm_80", (4096, None))
     query = torch.empty(1, 4, 8192, 32, device="meta")
     key = query[:, :2]
     kernels.setattr(device_check, "disagreement", lambda *sizes: "" if sizes[4] == 2 else "no")
@@ -108,10 +108,11 @@ for old, new in CHANGES:
     print(repr(device_check.disagreement(*sizes)))
 """
 CHANGES = [
-    ("hit = is_open & (above >=", "hit = is_open & (above + 1.0 >="),
-    ("unread = SIZE - own_counts", "unread = SIZE - 0 * own_counts"),
+    ("is_read = above >= 0", "is_read = above >= -20"),
+    ("tl.store(flags + at, (above >= 0)", "tl.store(flags + at, (above >= 900)"),
+    ("SIZE - read_counts", "SIZE - 0 * read_counts"),
     ("moved += tl.sum(", "moved -= tl.sum("),
-    ("at, member = row // GROUP, row % GROUP", "at, member = row // GROUP, (row + 1) % GROUP"),
+    ("at, member = row // MEMBERS, row % MEMBERS", "at, member = row // MEMBERS, (row + 1) % MEMBERS"),
 ]
 
 

@@ -88,18 +88,18 @@ def sm_80(monkeypatch):
     """Every device but the CPU is an A100 with Triton, which gains from some length on."""
     monkeypatch.setattr(triton, "missing", lambda: "")
     monkeypatch.setattr(triton, "target_of", lambda device: "" if device.type == "cpu" else "sm_80")
-    monkeypatch.setitem(triton.GAINS_FROM, "sm_80", 32768)
+    monkeypatch.setitem(triton.GAINS_FROM, "sm_80", (32768, 16384))
     monkeypatch.setattr("prescore.routed.device_check.disagreement", lambda *_: "")
     return monkeypatch
 
 
 def test_auto_takes_triton_on_gpus_from_the_predicted_length_on(sm_80):
-    least = triton.GAINS_FROM["sm_80"]
+    least = triton.GAINS_FROM["sm_80"][0]
     assert pick_backend("auto", on_device(64)[0], 64, 128) == "triton"
     assert pick_backend("auto", on_device(64)[0], 48, 128) == "plain"
     assert auto_config(*on_device(2048), Routed(), is_causal=True) == (Routed(), "")
     for config in (Routed(), Routed(exact_until=4096)):
-        for n_query in (1, 5, None):
+        for n_query, least in ((1, 16384), (5, 32768), (None, 32768)):
             tensors = on_device(least + 2000, n_query)
             assert auto_config(*tensors, config, is_causal=True) == (config.replace(exact_until=least), "")
             ran, reason = auto_config(*on_device(least, n_query), config, is_causal=True)
@@ -107,7 +107,7 @@ def test_auto_takes_triton_on_gpus_from_the_predicted_length_on(sm_80):
             assert reason == f"triton: up to {least} keys exact attention is faster on sm_80, by a model"
     for config in (CONFIG, Routed(exact_until=2 * least)):  # short texts; more than is predicted
         assert auto_config(*on_device(2 * least + 2000), config, is_causal=True) == (config, "")
-    sm_80.setitem(triton.GAINS_FROM, "sm_80", None)
+    sm_80.setitem(triton.GAINS_FROM, "sm_80", (None, None))
     ran, reason = auto_config(*on_device(2**20), Routed(), is_causal=True)
     assert (ran, reason.endswith("faster than exact attention on sm_80")) == (Exact(), True)
     ran, reason = auto_config(*on_device(2**20, dim=48), Routed(), is_causal=True)
@@ -116,7 +116,7 @@ def test_auto_takes_triton_on_gpus_from_the_predicted_length_on(sm_80):
 
 def test_auto_on_a_gpu_gives_chunks_of_a_prompt_the_rows_of_the_full_call(sm_80):
     """Plain torch stands in for the kernels, which need the device."""
-    sm_80.setitem(triton.GAINS_FROM, "sm_80", 2400)
+    sm_80.setitem(triton.GAINS_FROM, "sm_80", (2400, None))
     sm_80.setattr("prescore.routed.attention.pick_backend", lambda *_: "plain")
     mode, (query, key, value) = PretendDevice(), tensors(n_keys=3000)
     with mode:
@@ -171,20 +171,19 @@ def recorded():
 def test_every_configuration_is_recorded_without_spills():
     tool, rows = triton_table(), recorded()
     assert set(rows) == set(tool.configurations())
-    for (_, target, dim, dtype, _), row in rows.items():
-        own = triton.launch(target, dim, dim, tool.DTYPES[dtype])
-        assert own._asdict().items() <= row.items()
+    for place, row in rows.items():
+        assert tool.launch_of(place)._asdict().items() <= row.items()
         assert row["spill_bytes"] == 0
-        assert row["shared_bytes"] <= tool.SHARED[target]
+        assert row["shared_bytes"] <= tool.SHARED[row["target"]] * 1024
     text = (ROOT / "experiments" / "gpu" / "compiled.md").read_text()
     assert tool.table(list(rows.values())) in text
 
 
 SAMPLE = {
-    "sm_80": (("far_part", 128, "bf16"), ("local_part", 128, "fp16")),
-    "sm_90": (("far_part", 64, "fp16"), ("merge", 256, "fp32")),
-    "sm_100": (("far_part", 64, "bf16"), ("local_part", 128, "fp16")),
-    "gfx942": (("far_part", 128, "fp16"), ("local_part", 128, "bf16")),
+    "sm_80": (("far", 64, "bf16", "step"), ("bound", 128, "fp16", "prompt")),
+    "sm_90": (("far", 64, "bf16", "prompt"), ("merge", 64, "fp32", "step")),
+    "sm_100": (("far", 64, "bf16", "prompt"), ("bound", 128, "fp16", "step")),
+    "gfx942": (("far", 128, "fp16", "step"), ("merge", 128, "bf16", "prompt")),
 }
 
 
@@ -192,12 +191,9 @@ SAMPLE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SAMPLE)
 def test_kernels_compile_without_spills_as_recorded(target):
-    """Kernels for prompts of each architecture; the longest take about ten seconds each."""
+    """Kernels of each architecture; the longest take about ten seconds each."""
     tool, rows = triton_table(), recorded()
-    for kernel, dim, dtype in SAMPLE[target]:
-        tile = triton.launch(target, dim, dim, tool.DTYPES[dtype]).rows
-        row = tool.compile_kernel(kernel, target, dim, dtype, tile)
-        assert row["spill_bytes"] == 0
-        assert row["shared_bytes"] <= tool.SHARED[target]
+    for kernel, dim, dtype, mode in SAMPLE[target]:
+        row = tool.compile_kernel(kernel, target, dim, dtype, mode)
         known = rows[tool.place_of(row)]
         assert row["triton"] != known["triton"] or row == known

@@ -23,13 +23,29 @@ from attention_checks import loss_of
 from oracles.budgets import assert_within
 from oracles.inputs import attention_tensors
 from routed_checks import differing_queries
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prescore import Routed, prescored_attention
-from prescore.routed import reference
+from prescore.routed import reference, triton
+from prescore.routed.backends import build_index
 from prescore.routed.decode import StepAttention
+from prescore.routed.index import GrowingIndex
+from prescore.routed.layout import make_layout
 from prescore.types import Attended
 
-KINDS = ("whole", "not causal", "gradients", "chunk", "step", "steps", "left padding", "right padding")
+KINDS = (
+    "whole",
+    "not causal",
+    "gradients",
+    "chunk",
+    "step",
+    "steps",
+    "left padding",
+    "right padding",
+    "cache",
+    "pages",
+)
 GROUPS = (1, 1, 2, 4, 7, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BUDGET = 2e-5
@@ -59,17 +75,109 @@ def check_gradients(inputs, got, config):
         assert_within(grad.double() / size, wanted.double() / size, budget, f"gradient of {name}")
 
 
-def run(draw, device):
-    """One random call: what it was, and how many of its queries differ from the reference."""
-    kind, dtype, heads_per_kv = draw.choice(KINDS), draw.choice(DTYPES), draw.choice(GROUPS)
+class NoHostReads(TorchDispatchMode):
+    """Refuses to wait for a device, so that a CUDA graph can record the call."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        names = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
+        assert operation.name() not in names, operation
+        return operation(*args, **(kwargs or {}))
+
+
+def with_room(index, n_chunks, layout):
+    """The key index of one sequence with room for `n_chunks`; what no query may read is NaN."""
+    clusters, tensors = n_chunks * layout.clusters_per_chunk, {}
+    lengths = {"sink_key": layout.sinks, "sink_value": layout.sinks, "key_cov": 1, "key_value_cov": 1}
+    lengths |= dict.fromkeys(("span_key_cov", "span_key_value_cov"), n_chunks // layout.chunks_per_span)
+    for name, tensor in index.tensors().items():
+        kept = tensor[:, -1:] if lengths.get(name) == 1 else tensor
+        more = (0, 0) * (kept.ndim - 2) + (0, lengths.get(name, clusters) - kept.shape[1])
+        tensors[name] = pad(kept, more, value=torch.nan if kept.is_floating_point() else 99)
+    return index.having(**tensors)
+
+
+def run_cache(draw, device, kind):
+    """A step of sequences of different lengths in a cache that has room for more keys, which are NaN."""
+    dtype, heads_per_kv, kv_heads = draw.choice(DTYPES), draw.choice(GROUPS), draw.choice((1, 2))
+    config = draw_config(draw, device)
+    capacity, layout = 4 * config.chunk_size + 600, make_layout(1, 10**6, causal=True, config=config)
+    lengths = [capacity, *(draw.randint(layout.sinks + 8, capacity) for _ in range(draw.choice((0, 1, 2))))]
+    draw.shuffle(lengths)
+    query, key, value = attention_tensors(
+        batch=len(lengths), heads=kv_heads * heads_per_kv, kv_heads=kv_heads, n_query=1, n_keys=capacity,
+        dim=draw.choice((32, 64, 128)), value_dim=draw.choice((32, 64)), dtype=dtype, seed=draw.randrange(2**31),
+    )  # fmt: skip
+    n_chunks = make_layout(1, capacity, causal=True, config=config).n_chunks
+    parts, wanted = {}, []
+    for row, length in enumerate(lengths):
+        keys, values = key[row : row + 1, :, :length], value[row : row + 1, :, :length]
+        of_length = make_layout(1, length, causal=True, config=config)
+        if of_length.n_chunks:
+            built = GrowingIndex(build_index).extend(keys, values, of_length, "triton")
+            parts[row] = with_room(built, n_chunks, of_length)
+        wanted += by_reference(query[row : row + 1], keys, values, config, is_causal=True, n_real=[length])
+        key[row, :, length:], value[row, :, length:] = torch.nan, torch.nan
+    unused = next(iter(parts.values())).map(
+        lambda t: torch.full_like(t, torch.nan if t.is_floating_point() else 99)
+    )
+    names = unused.tensors()
+    index = unused.having(
+        **{
+            name: torch.cat([getattr(parts.get(row, unused), name) for row in range(len(lengths))])
+            for name in names
+        }
+    )
+    pages, size = None, draw.choice((16, 32))
+    if kind == "pages":
+        n_pages = -(-capacity // size)
+        pages = torch.randperm(
+            len(lengths) * n_pages, generator=torch.Generator().manual_seed(draw.randrange(2**31))
+        )
+        pages, in_pages = pages.view(len(lengths), n_pages).int(), []
+        for rows in (key, value):
+            cut = pad(rows, (0, 0, 0, n_pages * size - capacity), value=torch.nan)
+            cut = cut.unflatten(2, (n_pages, size)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+            in_pages.append(torch.empty_like(cut).index_copy_(0, pages.flatten().long(), cut))
+        key, value = in_pages
+    cache = triton.Cache(key, value, torch.tensor(lengths, dtype=torch.int32), pages)
+    cache = triton.Cache(*(None if t is None else t.to(device) for t in cache))
+    with NoHostReads():
+        got, _ = triton.step(
+            query.to(device), cache, index.map(lambda t: t.to(device)), config, query.shape[-1] ** -0.5
+        )
+    budget = BUDGET if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
+    n_different = 0
+    for place, right in enumerate(wanted):
+        row, head = divmod(place, query.shape[1])
+        parts = [
+            Attended(a.output[None, None], a.lse[None, None])
+            for a in (Attended(got.output[row, head].cpu(), got.lse[row, head].cpu()), right)
+        ]
+        n_different += int(differing_queries(*parts, budget * max(1.0, float(right.lse.abs().max()))).sum())
+    what = f"{kind}, {dtype}, lengths {lengths}, {heads_per_kv} heads a KV head, dim {query.shape[-1]}, {config}"
+    return "triton", n_different, len(wanted), what
+
+
+def draw_config(draw, device):
+    """A random configuration."""
     size = draw.choice((16, 16, 32, 64) if device.type == "cpu" else (16, 32, 64, 128))
-    config = Routed(
+    return Routed(
         min_weight=draw.choice((1.0, 0.1, 1 / 32, 1e-3, 1e-5)),
         cluster_size=size,
         chunk_size=size * draw.choice((1, 2)),
         sinks=draw.choice((0, 1, 5, 16, 19)),
         exact_until=draw.choice((0, 0, 100)),
     )
+
+
+def run(draw, device):
+    """One random call: what it was, and how many of its queries differ from the reference."""
+    kind = draw.choice(KINDS)
+    reference.MASS_KEYS = draw.choice((60, 150, 16384))
+    if kind in ("cache", "pages"):
+        return run_cache(draw, device, kind)
+    dtype, heads_per_kv = draw.choice(DTYPES), draw.choice(GROUPS)
+    config = draw_config(draw, device)
     kv_heads = draw.choice((1, 2)) if heads_per_kv < 4 else 1
     longest = 600 if kind in ("step", "steps") else 60  # the clusters of a step may be split over programs
     n_keys = draw.randint(2 * config.chunk_size + 2, 4 * config.chunk_size + longest)
@@ -86,7 +194,6 @@ def run(draw, device):
         seed=draw.randrange(2**31),
         spread=draw.choice((0.3, 1.0, 1.0, 1.5)),
     )
-    reference.MASS_KEYS = draw.choice((60, 150, 16384))
     is_causal, n_real, mask = kind != "not causal", [n_keys] * len(query), None
     given = query, key, value
     if "padding" in kind:
@@ -139,6 +246,7 @@ def main():
     parser.add_argument("--device", type=torch.device, default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # memory that nothing was written to is NaN
     ran, wrong, flips, queries = Counter(), 0, 0, 0
     for number in range(options.first, options.first + options.calls):
         backend, n_different, n_queries, what = run(random.Random(f"{options.seed}/{number}"), options.device)

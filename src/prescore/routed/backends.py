@@ -40,8 +40,8 @@ def auto_config(
 
     Plain torch routes more slowly than exact attention. It runs where it is named, with dropout, where exact
     attention is slower still, and for configurations that route short texts, where time does not matter. On GPUs
-    `exact_until` is at least the length from which `triton.GAINS_FROM` expects a gain. Each of the `ranks` has as
-    many queries and keys.
+    `exact_until` is at least the length from which `triton.GAINS_FROM` expects a gain, for prompts and steps each.
+    Each of the `ranks` has as many queries and keys.
     """
     sizes = query.shape[2] * ranks, key.shape[2] * ranks
     if config.exact_until < Routed.exact_until or why_exact(config, *sizes, is_causal=is_causal):
@@ -55,7 +55,7 @@ def auto_config(
     if reasons:
         return Exact(), f"triton: {reasons[0]}"
     target = triton.target_of(query.device)
-    least = triton.GAINS_FROM[target]
+    least = triton.GAINS_FROM[target][query.shape[2] <= triton.STEP_QUERIES]
     if least is None:
         return Exact(), f"triton: no length is known from which it is faster than exact attention on {target}"
     config = config.replace(exact_until=max(config.exact_until, least))

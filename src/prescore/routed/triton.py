@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from prescore.config import Routed
 from prescore.routed import reference
 from prescore.routed.index import KeyIndex
-from prescore.routed.layout import View
+from prescore.routed.layout import View, make_layout
 from prescore.types import Attended
 
 DIMS = (32, 64, 128, 256)
@@ -26,14 +27,12 @@ CLUSTER_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CLUSTERS = 16
 """Clusters whose centroids are compared at once."""
-MAX_SPLITS = 32
-"""Programs that share the clusters of a KV head in a step."""
-STEP_ROWS = 16
-"""Rows of a tile in a step: query heads of a KV head."""
-LIGHT_WARPS = {"local_part": 4, "merge": 2}
+STEP_QUERIES, STEP_PROGRAMS = 4, 512
+"""Up to so many newest queries are a step, whose local keys and clusters are shared by as many programs."""
+LIGHT_WARPS = {"bound": 8, "merge": 4}
 """Warps of a program of the kernels that need few registers."""
-PROGRAMS = 1024
-"""Programs that share the tiles of a prompt; each has memory for a list of keys."""
+PROGRAMS = 2048
+"""Programs of a launch over the tiles of a prompt; each has memory for bounds and a list of keys."""
 VERSION = (3, 7)
 """The oldest Triton that compiles the kernels."""
 
@@ -45,64 +44,64 @@ class Launch(NamedTuple):
     """How the kernels are compiled for an architecture and a head dimension.
 
     Attributes:
-        rows: Queries of a tile.
-        keys: Int8 keys compared at once, and far keys read at once.
+        rows: Queries of a tile of a prompt.
+        keys: Int8 keys of a product of the scan; at most a cluster.
+        read: Far keys read at once.
         local: Local keys read at once.
         width: Numbers of the head dimension that are multiplied at once.
-        warps: Of a program of far_part.
+        warps: Of a program of `far`.
+        stages: Of the loop that loads int8 keys.
     """
 
     rows: int
     keys: int
+    read: int
     local: int
     width: int
     warps: int
+    stages: int
 
 
 INTERPRETER = "interpreter"
 LAUNCHES = {
-    "sm_80": {
-        (16, 64): Launch(16, 64, 32, 16, 8),
-        (16, 128): Launch(16, 64, 32, 64, 8),
-        (32, 64): Launch(32, 32, 32, 16, 8),
-        (32, 128): Launch(16, 16, 16, 32, 8),
+    "sm_80": {(16, 64): Launch(64, 128, 16, 32, 16, 4, 1), (16, 128): Launch(16, 128, 16, 16, 16, 4, 1)},
+    "sm_90": {(16, 64): Launch(64, 128, 32, 32, 32, 4, 1), (16, 128): Launch(64, 128, 16, 32, 16, 8, 1)},
+    "sm_100": {(16, 64): Launch(32, 64, 16, 16, 16, 8, 1), (16, 128): Launch(32, 128, 16, 32, 16, 4, 1)},
+    "sm_120": {(16, 128): Launch(32, 128, 16, 32, 16, 4, 1)},
+    "gfx942": {(16, 64): Launch(64, 128, 16, 32, 16, 4, 1), (16, 128): Launch(32, 128, 16, 32, 16, 4, 1)},
+    INTERPRETER: {
+        (bits, width): Launch(64, 64, 32, 64, 32, 4, 1) for bits in (16, 32) for width in (64, 128, 256)
     },
-    "sm_90": {
-        (16, 128): Launch(32, 64, 32, 32, 8),
-        (16, 256): Launch(16, 64, 32, 64, 8),
-        (32, 64): Launch(16, 32, 32, 16, 8),
-        (32, 256): Launch(16, 16, 32, 16, 8),
-    },
-    "sm_100": {
-        (16, 64): Launch(64, 64, 32, 64, 8),
-        (16, 128): Launch(32, 64, 32, 32, 8),
-        (16, 256): Launch(16, 64, 32, 64, 8),
-        (32, 256): Launch(16, 16, 32, 16, 8),
-    },
-    "gfx942": {
-        (16, 128): Launch(64, 64, 32, 64, 8),
-        (16, 256): Launch(16, 64, 32, 64, 8),
-        (32, 256): Launch(16, 32, 32, 16, 8),
-    },
-    INTERPRETER: {(bits, width): Launch(64, 64, 64, 32, 4) for bits in (16, 32) for width in (64, 128, 256)},
 }
-"""By architecture, then by bits of a number and the larger head dimension, rounded up. No autotuner: it would need
-the device. Each was compiled and spills nothing (experiments/gpu/compiled.md)."""
+"""Of prompts, by architecture, then by bits of a number and the larger head dimension, rounded up. No autotuner:
+it would need the device. Each was compiled and spills nothing (experiments/gpu/compiled.md)."""
+STEP_LAUNCH = Launch(16, 128, 16, 32, 16, 4, 1)
+"""Of steps, where prompts have one."""
+
+GAINS_FROM: dict[str, tuple[int | None, int | None]] = {
+    "sm_80": (None, None),
+    "sm_90": (None, None),
+    "sm_100": (None, None),
+    "sm_120": (None, None),
+    "gfx942": (None, None),
+}
+"""Keys from which `experiments/gpu/gpu_model.py` predicts that prompts, and steps, are at least 1.2 times as fast
+as exact attention; None = never. Up to there `auto` is exact. Predicted on five layers (experiments/gpu), not
+measured."""
 
 
-GAINS_FROM: dict[str, int | None] = {"sm_80": None, "sm_90": None, "sm_100": None, "gfx942": 32768}
-"""Keys from which `experiments/gpu/gpu_model.py` predicts that prompts are faster than exact attention; None =
-never. Up to there `auto` is exact. Predicted on five layers (experiments/gpu), not measured."""
-
-
-def launch(target: str, dim: int, value_dim: int, dtype: torch.dtype) -> Launch | None:
+def launch(target: str, dim: int, value_dim: int, dtype: torch.dtype, *, is_step: bool = False) -> Launch | None:
     """How to compile for an architecture of `LAUNCHES`; None = no way is known that spills nothing."""
-    fitting = [
-        (bits, width)
-        for bits, width in LAUNCHES[target]
-        if bits == 8 * dtype.itemsize and width >= max(dim, value_dim)
-    ]
-    return LAUNCHES[target][min(fitting)] if fitting else None
+    known = LAUNCHES[target]
+    fitting = [key for key in known if key[0] == 8 * dtype.itemsize and key[1] >= max(dim, value_dim)]
+    if not fitting:
+        return None
+    return STEP_LAUNCH if is_step else known[min(fitting)]
+
+
+def warps_of(kernel: str, compiled: Launch) -> int:
+    """Warps of a program of a kernel."""
+    return LIGHT_WARPS.get(kernel, compiled.warps)
 
 
 def precision(target: str) -> str:
@@ -137,7 +136,7 @@ def target_of(device: torch.device) -> str:
         name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         return name if name in LAUNCHES else ""
     major = torch.cuda.get_device_capability(device)[0]
-    return {8: "sm_80", 9: "sm_90"}.get(major, "sm_100" if major >= 10 else "")
+    return {8: "sm_80", 9: "sm_90", 10: "sm_100", 11: "sm_100", 12: "sm_120"}.get(major, "")
 
 
 def unsupported(query: Tensor, value_dim: int, cluster_size: int) -> list[str]:
@@ -185,89 +184,125 @@ def constants() -> dict[str, float]:
     }
 
 
+class Cache(NamedTuple):
+    """Keys and values on a device.
+
+    Attributes:
+        key, value: `[B, Hkv, N, D]` with any strides; in pages `[P, PAGE, Hkv, D]`, as vLLM and FlashInfer have
+        them. lengths: `[B]` int32, how many keys each sequence has.
+        pages: `[B, n]` int32, the pages of each sequence; None = not in pages.
+    """
+
+    key: Tensor
+    value: Tensor
+    lengths: Tensor
+    pages: Tensor | None = None
+
+
 def forward(
     query: Tensor, key: Tensor, value: Tensor, index: KeyIndex, view: View
 ) -> tuple[Attended, Tensor, Tensor]:
     """As `forward` of `plain.py`."""
+    length = int(view.local_stop[0, -1])  # on the CPU
+    lengths = torch.full((len(key),), length, dtype=torch.int32, device=query.device)
+    cache = Cache(key[:, None], value[:, None], lengths)
+    numbers = {"chunk_size": view.chunk_size, "clusters_per_cov": view.clusters_per_cov, "exact_until": 0}
+    n_chunks = int(view.n_clusters.max()) * index.positions.shape[2] // view.chunk_size
+    numbers |= {"n_chunks": n_chunks, "scale": view.scale, "log_inverse": view.log_inverse}
+    return _launch(query, cache, index, numbers, view.causal)
+
+
+def step(query: Tensor, cache: Cache, index: KeyIndex, config: Routed, scale: float) -> tuple[Attended, Tensor]:
+    """The newest queries `[B, Hq, n, D]` of sequences of any lengths, and counts of keys compared and read.
+
+    No number is read by the host, and launches depend on shapes alone, so that a CUDA graph of the call serves
+    every length. `index` has room for `C` chunks; those are filled that `lengths` make far. Its one entry of
+    `key_cov` is that of the last span of each sequence.
+    """
+    layout = make_layout(1, 1, causal=True, config=config)
+    numbers = {"chunk_size": layout.chunk_size, "clusters_per_cov": 2**30, "exact_until": config.exact_until}
+    numbers |= {"n_chunks": index.positions.shape[1] // layout.clusters_per_chunk, "scale": scale}
+    numbers["log_inverse"] = reference.log_inverse_weight(config.min_weight)
+    by_head = query.reshape(index.positions.shape[0], -1, *query.shape[2:])
+    (output, lse), _, counts = _launch(by_head, cache, index, numbers, is_causal=True)
+    return Attended(output.view(*query.shape[:3], -1), lse.view(query.shape[:3])), counts
+
+
+def _launch(
+    query: Tensor, cache: Cache, index: KeyIndex, numbers: dict[str, float], is_causal: bool
+) -> tuple[Attended, Tensor, Tensor]:
+    """Queries `[T, G, n, D]`: the result, thresholds, counts of keys compared and read."""
     from prescore.routed import triton_kernels as kernels
 
-    (n_heads, heads_per_kv, n_query, dim), value_dim, device = query.shape, value.shape[-1], query.device
-    n_clusters, size = index.positions.shape[1:]
-    target = target_of(device)
-    compiled = cast("Launch", launch(target, dim, value_dim, query.dtype))
+    values = arguments(query, cache, index, numbers, is_causal, target_of(query.device))
+    n_tiles, splits, n_units = (values[name] for name in ("n_tiles", "splits", "n_units"))
+    n_works, n_programs = len(values["counts"]), len(values["parts"]) // values["n_parts"]
+    grids = [("bound", 0, (n_tiles, splits, n_units)), ("merge", 0, (n_tiles, n_units))]
+    waves = range(0, n_works, n_programs)
+    grids[1:1] = [("far", first, (min(n_programs, n_works - first),)) for first in waves]
+    with torch.cuda.device_of(query):
+        for name, first, grid in grids:
+            kernel: Any = getattr(kernels, name)
+            values["first_work"] = first
+            chosen = {key: values[key] for key in kernel.arg_names}
+            kernel[grid](**chosen, num_warps=warps_of(name, values["launch"]), num_stages=1)
+    return Attended(values["result"], values["lse"]), values["thresholds"], values["counts"].sum(0)
+
+
+def arguments(
+    query: Tensor, cache: Cache, index: KeyIndex, numbers: dict[str, float], is_causal: bool, target: str
+) -> dict[str, Any]:
+    """All arguments of the kernels by their names, results and memory among them."""
+    (n_heads, heads_per_kv, n_query, dim), value_dim, device = query.shape, cache.value.shape[-1], query.device
+    n_tables, size = index.positions.shape[1:]
+    is_step = n_query <= STEP_QUERIES
+    compiled = cast("Launch", launch(target, dim, value_dim, query.dtype, is_step=is_step))
     # the interpreter rounds to bfloat16 unlike torch
     is_interpreted = target == INTERPRETER
     dtype = torch.float32 if is_interpreted else query.dtype
-    rows, splits, per_split = compiled.rows, 1, n_clusters
-    if n_query == 1:  # a step: programs share the clusters
-        rows = STEP_ROWS
-        most = max(1, int(view.n_clusters.max()))  # on the CPU
-        per_split = -(-most // (CLUSTERS * MAX_SPLITS)) * CLUSTERS
-        splits = -(-most // per_split)
-    n_tiles = -(-heads_per_kv * n_query // rows)
-    n_rows, n_works = n_tiles * rows, n_tiles * splits * n_heads
-    n_programs = min(n_works, 3 if is_interpreted else PROGRAMS)
+    rows, members, splits = compiled.rows, 1, 1
+    if is_step:
+        members, splits = heads_per_kv, -(-n_tables // CLUSTERS)
+    n_tiles, n_units = -(-members * n_query // rows), n_heads * heads_per_kv // members
+    splits = max(1, min(splits, STEP_PROGRAMS // (n_tiles * n_units)))
+    n_rows, n_works = n_tiles * rows, n_tiles * splits * n_units
+    spans = -(-n_tables // (splits * index.clusters_per_span)) + (2 if splits > 1 else 0)
+    keys, memory = min(compiled.keys, size), min(n_works, 3 if is_interpreted else PROGRAMS) * CLUSTERS
+    of_splits, of_spans = (n_units, splits, n_rows), (n_units, splits, spans, n_rows)
 
     def empty(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=of, device=device)
 
-    result, lse = empty(n_heads, heads_per_kv, n_query, value_dim, of=dtype), empty(n_heads, heads_per_kv, n_query)
-    threshold, counts = torch.empty_like(lse), empty(n_works, 2, of=torch.int32)
-    masses, query_units = empty(n_heads, splits + 1, n_rows), empty(n_heads, n_rows)
-    query_int8 = empty(n_heads, n_rows, dim, of=torch.int8)
-    peaks, totals = (empty(n_heads, splits, n_rows) for _ in range(2))
-    size_of_span = index.clusters_per_span
-    spans, spans_per_split = -(-n_clusters // size_of_span), per_split // size_of_span + 2
-    moves, move_peaks = (empty(n_heads, splits, spans_per_split, n_rows) for _ in range(2))
-    outputs = empty(n_heads, splits, n_rows, value_dim)
-    estimates = empty(n_programs, CLUSTERS * size, rows)
-    hits = empty(n_programs, CLUSTERS * size, of=torch.int64)
-    seen = [t.to(device, non_blocking=True) for t in (view.n_clusters, view.local_start, view.local_stop)]
-    stds = empty(n_heads, spans, n_rows)
-    key_cov = torch.cat((index.span_key_cov, index.key_cov), dim=1)
-    key_value_cov = torch.cat((index.span_key_value_cov, index.key_value_cov), dim=1)
-    units = key_cov.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(reference.MIN_STD**2).sqrt()
-    index = index.map(Tensor.contiguous)
-    scales, sub_scales = (  # of every key and subcluster
-        numbers.repeat_interleave(n, 1)
-        for numbers, n in ((index.scales, index.positions.shape[2]), (index.sub_scales, index.spread.shape[2]))
-    )
-    keys = (index.positions, index.int8, scales)
-    subclusters = (index.sub_int8, sub_scales, index.spread, index.radius)
-    margins = reference.heavy_margin(view.log_inverse), reference.exact_margin(view.log_inverse)
-    steps = query.stride()[:3], (*key.stride()[:2], *value.stride()[:2])
-    n_covs, n_spans = key_cov.shape[1], index.span_key_cov.shape[1]
-    covs = size_of_span, view.clusters_per_cov, per_split
-    fixed = {
-        "GROUP": heads_per_kv, "ROWS": rows, "D": dim, "DV": value_dim, "LOCAL": compiled.local, "SIZE": size,
-        "KEYS": min(compiled.keys, size), "WIDTH": min(dim, compiled.width), "PRECISION": precision(target),
-        "INTERPRETED": is_interpreted, **constants(),
+    lse, in_pages = empty(n_heads, heads_per_kv, n_query), cache.pages is not None
+    names = ("page", "step", "head") if in_pages else ("batch", "head", "step")
+    strides = {"query_head": query.stride(0), "query_member": query.stride(1), "query_step": query.stride(2)}
+    for which, tensor in (("key", cache.key), ("value", cache.value)):
+        of_tensor = {"batch": 0, "page": 0, **dict(zip(names, tensor.stride(), strict=False))}
+        strides |= {f"{which}_{name}": step for name, step in of_tensor.items()}
+    return {
+        "launch": compiled,
+        **index.map(Tensor.contiguous).tensors(), **numbers, **constants(), **strides,
+        "query": query, "key": cache.key, "value": cache.value, "lengths": cache.lengths,
+        "pages": cache.lengths if cache.pages is None else cache.pages,
+        "pages_step": 0 if cache.pages is None else cache.pages.stride(0),
+        "result": empty(*lse.shape, value_dim, of=dtype), "lse": lse, "thresholds": torch.empty_like(lse),
+        **{name: empty(*of_splits) for name in ("masses", "limits", "peaks", "totals")},
+        **{name: empty(*of_spans) for name in ("stds", "reaches", "moves", "move_peaks")},
+        "outputs": empty(*of_splits, value_dim), "query_rows": empty(n_units, n_rows, dim, of=query.dtype),
+        "query_int8": empty(n_units, n_rows, dim, of=torch.int8), "query_units": empty(n_units, n_rows),
+        "visible": empty(n_units, n_rows, of=torch.int32), "counts": empty(n_works, 2, of=torch.int32),
+        "bounds": empty(memory * size // reference.SUBCLUSTER, rows), "least": empty(memory, rows),
+        "whole_bounds": empty(memory, rows, of=torch.int32), "flags": empty(memory * size, of=torch.int8),
+        "parts": empty(memory * size // keys, of=torch.int32), "hits": empty(memory * size, of=torch.int32),
+        "kv_heads": cache.key.shape[2 if in_pages else 1], "n_units": n_units, "n_tiles": n_tiles,
+        "splits": splits, "n_query": n_query, "n_rows": n_rows, "n_tables": n_tables, "spans": spans,
+        "n_covs": index.key_cov.shape[1], "n_spans": index.span_key_cov.shape[1],
+        "clusters_per_span": index.clusters_per_span, "clusters_per_chunk": int(numbers["chunk_size"]) // size,
+        "n_sinks": index.sink_key.shape[1], "n_dim": dim, "first_work": 0, "n_parts": CLUSTERS * size // keys,
+        "margin": reference.heavy_margin(numbers["log_inverse"]),
+        "exact_margin": reference.exact_margin(numbers["log_inverse"]),
+        "GROUP": heads_per_kv, "MEMBERS": members, "ROWS": rows, "D": dim, "DV": value_dim, "SIZE": size,
+        "KEYS": keys, "READ": compiled.read, "LOCAL": compiled.local, "WIDTH": min(dim, compiled.width),
+        "STAGES": compiled.stages, "PAGE": cache.key.shape[1] if in_pages else 0, "CAUSAL": is_causal,
+        "PRECISION": precision(target), "INTERPRETED": is_interpreted,
     }  # fmt: skip
-
-    def start(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
-        names = kernel.arg_names
-        constants_of_kernel = {name: value for name, value in fixed.items() if name in names}
-        warps = LIGHT_WARPS.get(kernel.__name__, compiled.warps)
-        kernel[grid](*arguments, **constants_of_kernel, num_warps=warps, num_stages=1)
-
-    with torch.cuda.device_of(query):
-        start(
-            kernels.local_part, (n_tiles, splits + 1, n_heads),
-            query, key, value, key, value, *seen, index.centroid_key, key_cov,  # sinks are the first keys
-            masses, stds, query_int8, query_units, peaks, totals, outputs, *steps[0], *steps[1],
-            n_query, n_rows, n_clusters, n_covs, n_spans, spans, *covs, index.sink_key.shape[1], dim, view.scale,
-        )  # fmt: skip
-        start(
-            kernels.far_part, (n_programs,),
-            query, key, value, seen[0], index.centroid_key, index.centroid_value, units, *keys, *subclusters,
-            masses, stds, query_int8, query_units, peaks, totals, moves, move_peaks, outputs, estimates, hits,
-            threshold, counts, *steps[0], *steps[1],
-            n_heads, n_tiles, splits, n_query, n_rows, n_clusters, n_covs, n_spans, spans, spans_per_split,
-            *covs, dim, view.scale, view.log_inverse, *margins,
-        )  # fmt: skip
-        start(
-            kernels.merge, (n_tiles, n_heads),
-            query, seen[0], key_value_cov, peaks, totals, moves, move_peaks, outputs, result, lse, *steps[0],
-            n_query, n_rows, splits, n_covs, n_spans, spans_per_split, *covs, dim, view.scale,
-        )  # fmt: skip
-    return Attended(result, lse), threshold, counts.sum(0)

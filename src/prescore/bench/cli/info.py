@@ -16,6 +16,7 @@ from prescore.bench.cli.options import Json
 from prescore.bench.records import Values, versions
 
 _LENGTHS = (2304, 3072, 4096, 6144, 8192, 16_384)
+_GPU_LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072)
 _EXACT = "runs exactly: no native code"
 
 
@@ -24,6 +25,10 @@ def command(
     measure: Annotated[
         bool,
         typer.Option("--measure", help="Find the length from which the default is faster than exact attention."),
+    ] = False,
+    check_gpu: Annotated[
+        bool,
+        typer.Option("--check-gpu", help="Compare the kernels with plain torch on the GPU, and time them."),
     ] = False,
     clear_cache: Annotated[
         bool, typer.Option("--clear-cache", help="Remove the models that were converted here, and stop.")
@@ -43,6 +48,10 @@ def command(
     facts = collect()
     if measure and facts["routing"] != _EXACT:  # exact attention beside itself would give chance
         facts["routing"] = _pays_from()
+    if check_gpu:
+        if not facts["device"].startswith("cuda"):
+            raise typer.BadParameter(f"--check-gpu needs a GPU, got {facts['device']}")
+        facts["gpu"] = _check_gpu("cuda")
     if json:
         print(jsonlib.dumps(facts))
         return
@@ -65,6 +74,7 @@ def command(
         "scorers": ", ".join(facts["scorers"]),
         "models kept": f"{facts['cache']} ({facts['cache_megabytes']:.0f} MB; --clear-cache removes them)",
     }
+    rows |= {f"GPU, {name}": result for name, result in facts.get("gpu", {}).items()}
     for name, extra in facts["extras"].items():
         missing = ", ".join(extra["missing"])
         rows[f"extra {name}"] = f"missing {missing}{_line(name)}" if missing else "present"
@@ -153,6 +163,40 @@ def _pays_from() -> str:
             conditions = f"4 heads of 64, random, causal, {torch.get_num_threads()} threads"
             return f"faster than exact attention from {length} tokens on ({conditions})"
     return f"not faster than exact attention up to {_LENGTHS[-1]} tokens"
+
+
+def _check_gpu(name: str) -> dict[str, str]:
+    """Whether the kernels agree with plain torch on a device, and from which length on they were faster there."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from prescore import Routed, prescored_attention
+    from prescore.bench.speed.timing import EXACT, random_inputs, time_calls
+    from prescore.routed.decode import StepAttention
+    from prescore.routed.device_check import disagreement
+
+    results = {}
+    for dim in (64, 128):
+        error = disagreement(torch.device(name), torch.bfloat16, dim, dim, 4, Routed().cluster_size)
+        results[f"{dim} dimensions"] = error or "the kernels agree with plain torch"
+        gains: dict[str, list[str]] = {"prompts": [], "steps": []}
+        for length in () if error else _GPU_LENGTHS:
+            inputs = random_inputs(length, heads=8, dim=dim, kv_heads=2, dtype="bfloat16")
+            query, key, value = (tensor.to(name) for tensor in inputs)
+            steps, newest = StepAttention(Routed(), scale=dim**-0.5), query[:, :, -1:]
+            exact = partial(scaled_dot_product_attention, enable_gqa=True)
+            calls = {
+                "prompts": (partial(exact, is_causal=True), partial(prescored_attention, is_causal=True), query),
+                "steps": (exact, steps.attend, newest),
+            }
+            for kind, (rival, kernels, queries) in calls.items():
+                tensors = (queries, key, value)
+                both = {EXACT: partial(rival, *tensors), "kernels": partial(kernels, *tensors, backend="triton")}
+                gains[kind].append(f"{length}: {time_calls(both, repeats=3)['kernels']['speedup']:.2f}x")
+        for kind, cells in gains.items():
+            if cells:
+                results[f"{dim} dimensions, {kind}"] = ", ".join(cells)
+    return results
 
 
 def installation(module: str, prefer: str) -> str:
