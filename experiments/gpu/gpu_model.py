@@ -264,8 +264,9 @@ def step_ratio(
     each = []
     for record in records:
         config = {**record.config, "kv_heads": 8} if dim == 128 else record.config
-        options = {"in_graph": in_graph, "key_bytes": key_bytes}
-        each.append(predict_step(config, record.results, name, n, dim, batch, **options))
+        each.append(
+            predict_step(config, record.results, name, n, dim, batch, in_graph=in_graph, key_bytes=key_bytes)
+        )
     return sum(times["exact"] for times in each) / sum(times["kernels"] for times in each)
 
 
@@ -306,7 +307,7 @@ def gpu_tables(records: Sequence[Record]) -> list[Table]:
                 each = [predict(record.config, record.results, name, n, dim) for record in records]
                 mean = {part: 1e3 * sum(times[part] for times in each) / len(each) for part in each[0]}
                 exact = mean.pop("FlashAttention")
-                cells = (f"{ms:.3g}" for ms in (*mean.values(), sum(mean.values()), exact))
+                cells = [f"{ms:.3g}" for ms in (*mean.values(), sum(mean.values()), exact)]
                 lines.append((str(dim), str(n), *cells, f"{exact / sum(mean.values()):.2f}x"))
         head = (
             "dim",
@@ -331,9 +332,9 @@ def gpu_tables(records: Sequence[Record]) -> list[Table]:
                 cells.append(f"{step_ratio(records, name, n, dim, 1, in_graph=False):.2f}x")
                 cells.append(f"{step_ratio(records, name, n, dim, 8, key_bytes=1):.2f}x")
                 lines.append((str(dim), str(n), *cells))
-        head = ("dim", "n", *(f"batch {batch}" for batch in BATCHES), "batch 1, no graph", "batch 8, fp8 cache")
+        columns = (*(f"batch {batch}" for batch in BATCHES), "batch 1, no graph", "batch 8, fp8 cache")
         note = "64 dimensions: 2 KV heads; 128: 8 KV heads, with the counts of the same layers"
-        made.append(Table(f"{name}, predicted gain of steps", head, tuple(lines), note, 2))
+        made.append(Table(f"{name}, predicted gain of steps", ("dim", "n", *columns), tuple(lines), note, 2))
     return made
 
 

@@ -117,6 +117,7 @@ def test_auto_takes_triton_on_gpus_from_the_predicted_length_on(sm_80):
 def test_auto_on_a_gpu_gives_chunks_of_a_prompt_the_rows_of_the_full_call(sm_80):
     """Plain torch stands in for the kernels, which need the device."""
     sm_80.setitem(triton.GAINS_FROM, "sm_80", (2400, None))
+    sm_80.setattr(triton, "unsupported", lambda *_: [])
     sm_80.setattr("prescore.routed.attention.pick_backend", lambda *_: "plain")
     mode, (query, key, value) = PretendDevice(), tensors(n_keys=3000)
     with mode:

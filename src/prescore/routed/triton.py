@@ -67,7 +67,7 @@ LAUNCHES = {
     "sm_80": {(16, 64): Launch(64, 128, 16, 32, 16, 4, 1), (16, 128): Launch(16, 128, 16, 16, 16, 4, 1)},
     "sm_90": {(16, 64): Launch(64, 128, 32, 32, 32, 4, 1), (16, 128): Launch(64, 128, 16, 32, 16, 8, 1)},
     "sm_100": {(16, 64): Launch(32, 64, 16, 16, 16, 8, 1), (16, 128): Launch(32, 128, 16, 32, 16, 4, 1)},
-    "sm_120": {(16, 128): Launch(32, 128, 16, 32, 16, 4, 1)},
+    "sm_120": {},
     "gfx942": {(16, 64): Launch(64, 128, 16, 32, 16, 4, 1), (16, 128): Launch(32, 128, 16, 32, 16, 4, 1)},
     INTERPRETER: {
         (bits, width): Launch(64, 64, 32, 64, 32, 4, 1) for bits in (16, 32) for width in (64, 128, 256)
@@ -206,7 +206,11 @@ def forward(
     length = int(view.local_stop[0, -1])  # on the CPU
     lengths = torch.full((len(key),), length, dtype=torch.int32, device=query.device)
     cache = Cache(key[:, None], value[:, None], lengths)
-    numbers = {"chunk_size": view.chunk_size, "clusters_per_cov": view.clusters_per_cov, "exact_until": 0}
+    numbers: dict[str, float] = {
+        "chunk_size": view.chunk_size,
+        "clusters_per_cov": view.clusters_per_cov,
+        "exact_until": 0,
+    }
     n_chunks = int(view.n_clusters.max()) * index.positions.shape[2] // view.chunk_size
     numbers |= {"n_chunks": n_chunks, "scale": view.scale, "log_inverse": view.log_inverse}
     return _launch(query, cache, index, numbers, view.causal)
@@ -220,7 +224,11 @@ def step(query: Tensor, cache: Cache, index: KeyIndex, config: Routed, scale: fl
     `key_cov` is that of the last span of each sequence.
     """
     layout = make_layout(1, 1, causal=True, config=config)
-    numbers = {"chunk_size": layout.chunk_size, "clusters_per_cov": 2**30, "exact_until": config.exact_until}
+    numbers: dict[str, float] = {
+        "chunk_size": layout.chunk_size,
+        "clusters_per_cov": 2**30,
+        "exact_until": config.exact_until,
+    }
     numbers |= {"n_chunks": index.positions.shape[1] // layout.clusters_per_chunk, "scale": scale}
     numbers["log_inverse"] = reference.log_inverse_weight(config.min_weight)
     by_head = query.reshape(index.positions.shape[0], -1, *query.shape[2:])

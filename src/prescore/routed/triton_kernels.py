@@ -279,8 +279,19 @@ def bound(
     for block in tl.range(first, last, CLUSTERS, disable_licm=True):
         column = block + tl.arange(0, CLUSTERS)
         logits = _centroid_logits(
-            query, rows, mask, centroid_key + head * n_tables * D, column, last, scale, n_dim, ROWS, WIDTH, D,
-            PRECISION, INTERPRETED,
+            query,
+            rows,
+            mask,
+            centroid_key + head * n_tables * D,
+            column,
+            last,
+            scale,
+            n_dim,
+            ROWS,
+            WIDTH,
+            D,
+            PRECISION,
+            INTERPRETED,
         )
         std = tl.load(stds + of_spans + block // clusters_per_span * n_rows)
         logits += tl.minimum(0.5 * std * std, MAX_MASS_GAIN)[:, None]
@@ -530,9 +541,7 @@ def far(
                 pending = tl.where(heavy, exact, pending)
             places = _places(position, listed, table, value_page, value_step, PAGE)
             some = tl.load(values + places[:, None] + value_dim[None, :], mask=listed[:, None], other=0.0)
-            peak, total, moved, output = _fold(
-                peak, total, moved, output, pending, some, PRECISION, INTERPRETED
-            )
+            peak, total, moved, output = _fold(peak, total, moved, output, pending, some, PRECISION, INTERPRETED)
         n_read += tl.sum(tl.sum(read_counts, 1), 0).to(tl.int32)
         # `reference.far_terms`, `reference.far_sums`
         std = tl.load(stds + of_span + in_tile)
@@ -543,9 +552,7 @@ def far(
             centroid_value + (head * n_tables + cluster)[:, None] * DV + value_dim[None, :],
             mask=inside[:, None], other=0.0,
         )  # fmt: skip
-        peak, total, moved, output = _fold(
-            peak, total, moved, output, columns, centroids, PRECISION, INTERPRETED
-        )
+        peak, total, moved, output = _fold(peak, total, moved, output, columns, centroids, PRECISION, INTERPRETED)
         shift = tl.where(peak == NEGATIVE, 0.0, peak)
         moved += tl.sum(tl.exp(columns - shift[:, None]) * move, 1)
         # the last block of a span stays

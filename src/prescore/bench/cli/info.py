@@ -8,7 +8,7 @@ import re
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -185,7 +185,7 @@ def _check_gpu(name: str) -> dict[str, str]:
             query, key, value = (tensor.to(name) for tensor in inputs)
             steps, newest = StepAttention(Routed(), scale=dim**-0.5), query[:, :, -1:]
             exact = partial(scaled_dot_product_attention, enable_gqa=True)
-            calls = {
+            calls: dict[str, tuple[Any, Any, torch.Tensor]] = {
                 "prompts": (partial(exact, is_causal=True), partial(prescored_attention, is_causal=True), query),
                 "steps": (exact, steps.attend, newest),
             }
