@@ -108,7 +108,7 @@ for old, new in CHANGES:
     print(repr(device_check.disagreement(*sizes)))
 """
 CHANGES = [
-    ("is_read = above >= 0", "is_read = above >= -20"),
+    ("pending = lowered[:, None] + above", "pending = lowered[:, None] - above"),
     ("tl.store(flags + at, (above >= 0)", "tl.store(flags + at, (above >= 900)"),
     ("SIZE - read_counts", "SIZE - 0 * read_counts"),
     ("moved += tl.sum(", "moved -= tl.sum("),

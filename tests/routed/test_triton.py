@@ -181,10 +181,10 @@ def test_every_configuration_is_recorded_without_spills():
 
 
 SAMPLE = {
-    "sm_80": (("far", 64, "bf16", "step"), ("bound", 128, "fp16", "prompt")),
-    "sm_90": (("far", 64, "bf16", "prompt"), ("merge", 64, "fp32", "step")),
-    "sm_100": (("far", 64, "bf16", "prompt"), ("bound", 128, "fp16", "step")),
-    "gfx942": (("far", 128, "fp16", "step"), ("merge", 128, "bf16", "prompt")),
+    "sm_80": (("far", 64, "bf16", "step"), ("bound", 128, "bf16", "prompt")),
+    "sm_90": (("far", 64, "bf16", "prompt"), ("merge", 64, "bf16", "step")),
+    "sm_100": (("far", 64, "bf16", "prompt"), ("bound", 128, "bf16", "step")),
+    "gfx942": (("far", 128, "bf16", "step"), ("merge", 128, "bf16", "prompt")),
 }
 
 
