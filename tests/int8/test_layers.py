@@ -165,6 +165,10 @@ def test_where_somebody_looks_inside_modules_run(monkeypatch):
         assert len(called) == 2
         assert seen.pop() == 1
         handle.remove()
+    model.model.layers[1].mlp._compiled_call_impl = model.model.layers[1].mlp.forward  # as after mlp.compile()
+    step()
+    assert len(called) == 2
+    model.model.layers[1].mlp._compiled_call_impl = None
     called.clear()
     model(torch.tensor([[5], [6]]), past_key_values=DynamicCache())
     make_fx(lambda token: model(token, past_key_values=DynamicCache()).logits)(token)

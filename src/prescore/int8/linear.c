@@ -422,7 +422,7 @@ static void normalise(const LayerCall *p, int which, float *row, int64_t n) {
     }
 }
 
-static void add_row(float *to, const float *more, int64_t n) {
+static void add_residual(float *to, const float *more, int64_t n) {
     for (int64_t i = 0; i < n; i += WIDTH) store(to + i, load(to + i) + load(more + i));
 }
 
@@ -551,7 +551,7 @@ static void enter_mlp(const void *of, int64_t i) {
     float *row = s->row + i * n, *some = s->some + i * n, *more = s->more + i * n;
     widen_row(s->p, s->p->hidden, (s->begin + i) * n, row, n);
     normalise(s->p, AFTER_ATTENTION, more, n);
-    add_row(row, more, n);
+    add_residual(row, more, n);
     memcpy(some, row, sizeof(float) * (size_t)n);
     normalise(s->p, BEFORE_MLP, some, n);
 }
@@ -571,7 +571,7 @@ static void leave_row(const void *of, int64_t i) {
     const LayerRows *s = of;
     const int64_t n = s->p->width;
     normalise(s->p, AFTER_MLP, s->more + i * n, n);
-    add_row(s->row + i * n, s->more + i * n, n);
+    add_residual(s->row + i * n, s->more + i * n, n);
     narrow_row(s->p, s->row + i * n, s->p->output, (s->begin + i) * n, n);
 }
 

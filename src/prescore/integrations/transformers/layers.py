@@ -173,7 +173,7 @@ def _can_run(layer: nn.Module, parts: _Parts, hidden: Tensor, kwargs: Values) ->
         return False
     inner = (parts.attention, parts.mlp, parts.mlp.act_fn, *parts.norms.values(), *parts.products)
     for module in inner:
-        if module._forward_hooks or "forward" in module.__dict__:
+        if module._forward_hooks or "forward" in module.__dict__ or module._compiled_call_impl is not None:
             return False
         if module._forward_pre_hooks and {*module._forward_pre_hooks.values()} != {pass_cache}:
             return False
