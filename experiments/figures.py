@@ -218,6 +218,46 @@ def held_out(folder: str) -> Table:
     return table(columns, rows, left=2)
 
 
+@figure
+def long_losses() -> Table:
+    """Losses and times of one model by length, one window each."""
+    rows = []
+    for n_tokens in sorted({record.config["n_tokens"] for record in read("language/long")}):
+        for text, (window,) in windows("long", n_tokens).items():
+            seconds = [window[label]["attention_processor_seconds"] for label in ("exact", "default")]
+            cells = [f"{n_tokens:,}", text, f"{window['exact']['loss']:.4f}", f"{above([window], 'default')[0]:+.4f}"]
+            cells += [f"{window['default']['reads_per_query']:.0f}", *(f"{part:.0f}" for part in seconds)]
+            rows.append([*cells, f"{seconds[0] / seconds[1]:.1f}x"])
+    columns = ["tokens", "text", "exact loss", "default above", "keys and centroids read"]
+    return table([*columns, "exact attention, core-seconds", "default", "ratio"], rows, left=2)
+
+
+LONG_COSTS = {
+    "processor_seconds": "processor seconds",
+    "attention_seconds": "seconds in attention",
+    "peak_megabytes": "peak memory, MB",
+}
+
+
+def long_lines() -> list[Values]:
+    """Lines of the study of a long text: one for each chunk, the last for the whole."""
+    return [json.loads(line) for line in (HERE / "routed/long_text.jsonl").read_text().splitlines()]
+
+
+@figure
+def long_text() -> Table:
+    """A model that reads a long text: costs at some numbers of tokens read."""
+    lines = [line for line in long_lines()[:-1] if line["read"] in (16384, 32768, 65536, 98304, 131072)]
+    rows = [[f"{line['read']:,}", *(f"{line[name]:,.0f}" for name in LONG_COSTS)] for line in lines]
+    return table(["tokens read", *LONG_COSTS.values()], rows)
+
+
+@figure
+def long_errors() -> str:
+    """The least and the largest error of a layer, by audit, of the whole text."""
+    return low_high(long_lines()[-1]["layer_error"], ".3f")
+
+
 def mean_of(inside: Sequence[dict[str, Values]], label: str, field: str) -> float:
     """A result of a method over windows."""
     return statistics.fmean(window[label][field] for window in inside)
