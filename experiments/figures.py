@@ -225,9 +225,9 @@ def long_losses() -> Table:
     for n_tokens in sorted({record.config["n_tokens"] for record in read("language/long")}):
         for text, (window,) in windows("long", n_tokens).items():
             seconds = [window[label]["attention_processor_seconds"] for label in ("exact", "default")]
-            cells = [f"{n_tokens:,}", text, f"{window['exact']['loss']:.4f}", f"{above([window], 'default')[0]:+.4f}"]
-            cells += [f"{window['default']['reads_per_query']:.0f}", *(f"{part:.0f}" for part in seconds)]
-            rows.append([*cells, f"{seconds[0] / seconds[1]:.1f}x"])
+            cells = [f"{n_tokens:,}", text, f"{window['exact']['loss']:.4f}"]
+            cells += [f"{above([window], 'default')[0]:+.4f}", f"{window['default']['reads_per_query']:.0f}"]
+            rows.append([*cells, *(f"{part:.0f}" for part in seconds), f"{seconds[0] / seconds[1]:.1f}x"])
     columns = ["tokens", "text", "exact loss", "default above", "keys and centroids read"]
     return table([*columns, "exact attention, core-seconds", "default", "ratio"], rows, left=2)
 
